@@ -251,7 +251,3 @@ def plan_pending(
     ([0, 4], array([1, 2, 3, 4]), array([0, 1, 2, 3]))
     """
     return RelayoutPlan(*_core.plan_pending(metadata, window, ratio, keepers, rank))
-
-
-for _value in (HaloPlan, RelayoutPlan):
-    _value.__module__ = __name__

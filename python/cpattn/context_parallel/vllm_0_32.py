@@ -211,7 +211,7 @@ def unshard(self: PCPLayout, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
 PCPLayout.segments = property(_segments)  # type: ignore[assignment, method-assign]
 PCPLayout.shard = shard  # type: ignore[method-assign]
 PCPLayout.unshard = unshard  # type: ignore[method-assign]
-RankSegments.__module__ = PCPLayout.__module__ = __name__
+PCPLayout.__module__ = __name__
 PCPLayout.__doc__ = """Rows of all ranks under prefill context parallelism, and their padding.
 
 `build_pcp_layout` makes it, the same on every rank. It is a value: comparable, hashable, picklable

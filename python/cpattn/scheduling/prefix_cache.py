@@ -122,10 +122,9 @@ class PrefixCache:
     def __init__(
         self, num_pages: int, *, page_size: int, block_tokens: int, shard_size: int = 1
     ) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+        sizes = {"num_pages": num_pages, "page_size": page_size, "block_tokens": block_tokens}
+        for name, value in {**sizes, "shard_size": shard_size}.items():
             check_integer("PrefixCache", name, value)
-        check_integer("PrefixCache", "block_tokens", block_tokens)
-        check_integer("PrefixCache", "shard_size", shard_size)
         if block_tokens % page_size:
             raise ValueError(
                 f"PrefixCache: page_size must divide the {block_tokens} tokens of a hash block, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -285,12 +285,14 @@ class Scheduler:
         ready : ints
             Requests with finished prompts whose next token is known: one token each.
         """
-        chunks = [_follow(self._begun[index]) for index in ready]
+        last = [self._begun[index] for index in ready]
+        chunks = [replace(chunk, begin=chunk.end, end=chunk.end + 1) for chunk in last]
         room = self.token_budget - len(chunks)
         unfinished = next((c for c in reversed(self._begun.values()) if not c.has_next), None)
         while room > 0 and (unfinished or self._waiting):
             if unfinished:
-                chunk = _continue(unfinished, room)
+                end = min(unfinished.end + room, unfinished.request.input_length)
+                chunk = replace(unfinished, begin=unfinished.end, end=end)
             else:
                 if len(self._begun) >= self.max_sequences:
                     break
@@ -299,7 +301,9 @@ class Scheduler:
                 if lease is None:  # other requests hold the pages until they end
                     break
                 self._waiting.popleft()
-                chunk = _begin(index, request, lease, room)
+                begin = _first_token(request, lease)
+                end = min(begin + room, request.input_length)
+                chunk = Chunk(index, request, lease, begin, end)
             chunks.append(chunk)
             self._begun[chunk.request_index] = chunk
             room -= chunk.num_tokens
@@ -322,20 +326,6 @@ class Scheduler:
 
 def _first_token(request: Request, lease: Lease) -> int:
     return min(lease.cached_tokens, request.input_length - 1)
-
-
-def _begin(request_index: int, request: Request, lease: Lease, room: int) -> Chunk:
-    begin = _first_token(request, lease)
-    return Chunk(request_index, request, lease, begin, min(begin + room, request.input_length))
-
-
-def _continue(chunk: Chunk, room: int) -> Chunk:
-    end = min(chunk.end + room, chunk.request.input_length)
-    return Chunk(chunk.request_index, chunk.request, chunk.lease, chunk.end, end)
-
-
-def _follow(chunk: Chunk) -> Chunk:
-    return Chunk(chunk.request_index, chunk.request, chunk.lease, chunk.end, chunk.end + 1)
 
 
 def _make_batch(index: int, chunks: Sequence[Chunk], page_size: int) -> Batch:

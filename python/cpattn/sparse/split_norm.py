@@ -186,16 +186,11 @@ def _sizes(
 ) -> tuple[int, int, int, int]:
     """Return the rows of x, and sizes within its columns; the core refuses other sizes."""
     rows, columns = _core.shape_of(x, function, "x", 2)
-
-    def size(value: int, argument: str) -> int:
-        return min(max(0, _core.integer(value, function, argument)), columns)
-
-    return (
-        rows,
-        size(q_lora_rank, "q_lora_rank"),
-        size(kv_lora_rank, "kv_lora_rank"),
-        size(qk_rope_head_dim, "qk_rope_head_dim"),
-    )
+    given = {"q_lora_rank": q_lora_rank, "kv_lora_rank": kv_lora_rank}
+    given["qk_rope_head_dim"] = qk_rope_head_dim
+    wanted = (_core.integer(value, function, name) for name, value in given.items())
+    q_dim, kv_dim, rope_dim = (min(max(0, size), columns) for size in wanted)
+    return rows, q_dim, kv_dim, rope_dim
 
 
 def _results(
