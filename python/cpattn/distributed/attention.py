@@ -12,7 +12,7 @@ from ..context_parallel.attention import do_cp_attn_fia
 from ..profiling.calls import announced
 from ..sparse.cp_attention import cp_sparse_mla
 from .layers.layer import LayerArguments, check_padding
-from .layers.partials import AttentionOptions
+from .layers.partials import AttentionOptions, check_axes
 from .layers.prefetch import Prefetch
 from .layers.rows import flat_rows
 from .layers.sharded_attend import attend_shards
@@ -151,9 +151,9 @@ class RankAttention:
             if isinstance(plan, ShardedPlan):
                 return attend_shards(self._exchange, plan, arguments, options, prefetched)
             return write_and_attend(self._exchange, plan, arguments, options)
-        _check_three_axes("q_local", q_local, "head_dim")
+        check_axes("attend", "q_local", q_local, "head_dim")
         if q_rope is not None:
-            _check_three_axes("q_rope", q_rope, "rope_dim")
+            check_axes("attend", "q_rope", q_rope, "rope_dim")
         if out is not None and (out.ndim != 3 or not out[0:1].is_contiguous()):
             raise ValueError(
                 "ContextParallel.attend: out must be [num_rows, num_heads, v_head_dim] with "
@@ -260,11 +260,3 @@ class RankAttention:
             d_v=d_v, attn_sink=attn_sink, index_k_scale=index_k_scale, out=out,
             return_lse=return_lse,
         )  # fmt: skip
-
-
-def _check_three_axes(name: str, x: torch.Tensor, last: str) -> None:
-    if x.ndim != 3:
-        raise ValueError(
-            f"ContextParallel.attend: {name} must be [num_rows, num_heads, {last}], "
-            f"got shape {list(x.shape)}"
-        )

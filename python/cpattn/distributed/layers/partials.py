@@ -181,7 +181,7 @@ def checked_inputs(
     k_rope: torch.Tensor | None = None,
 ) -> ShardInputs:
     """Check all inputs of a layer; the core checks most, by attention of no rows."""
-    _check_axes(call, "q", q)
+    check_axes(call, "q", q)
     k = slots_of(call, "k_shard", k_cache)
     if (q_rope is None) != (k_rope is None):
         raise ValueError(f"ContextParallel.{call}: q_rope and k_rope must be given together")
@@ -239,10 +239,11 @@ def _slot_scale(scale: Any) -> Any:
     return scale.flatten(0, 1) if getattr(scale, "ndim", 0) == 3 else scale
 
 
-def _check_axes(call: str, name: str, q: torch.Tensor) -> None:
+def check_axes(call: str, name: str, q: torch.Tensor, last: str = "dim") -> None:
+    """Refuse queries that have not three axes."""
     if q.ndim != 3:
         raise ValueError(
-            f"ContextParallel.{call}: {name} must be [num_rows, num_heads, dim], got shape "
+            f"ContextParallel.{call}: {name} must be [num_rows, num_heads, {last}], got shape "
             f"{list(q.shape)}"
         )
 
