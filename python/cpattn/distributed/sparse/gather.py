@@ -48,19 +48,15 @@ class AllKeys:
 
 def all_keys(batch: ShardedBatch, size: int) -> AllKeys:
     """Return the keys of a batch, made once for all layers."""
-    if "all keys" not in batch.memo:
-        shares = batch.shares
-        begin = np.cumsum(shares.kv_lens) - shares.kv_lens
-        keys = [shares.local_keys(rank) for rank in range(size)]
-        counts = [len(of_rank.row) for of_rank in keys]
-        batch.memo["all keys"] = AllKeys(
-            begin=begin,
-            place=np.concatenate([begin[k.request] + k.position for k in keys]),
-            first=np.append(0, np.cumsum(counts)),
-            rows=[k.row for k in keys],
-        )
-    keys_of_batch: AllKeys = batch.memo["all keys"]
-    return keys_of_batch
+
+    def make() -> AllKeys:
+        begin = np.cumsum(batch.shares.kv_lens) - batch.shares.kv_lens
+        keys = [batch.shares.local_keys(rank) for rank in range(size)]
+        place = np.concatenate([begin[k.request] + k.position for k in keys])
+        first = np.append(0, np.cumsum([len(k.row) for k in keys]))
+        return AllKeys(begin, place, first, [k.row for k in keys])
+
+    return batch.once("all keys", make)
 
 
 def attend(
