@@ -16,7 +16,7 @@ from .plans.plan import ContextParallelPlan
 from .plans.sharded_plan import check_rank
 from .plans.tokens import index_array
 from .transport.exchange import RowExchange
-from .transport.host import Connection, connect, known_connection
+from .transport.host import CONNECTIONS, Connection, connect
 from .transport.shared_memory import SharedMemory
 from .transport.terms import MOST_VALUES, NO_TERMS, digest, refuse_difference, term
 from .transport.topology import Topology
@@ -164,7 +164,7 @@ class RowCalls:
         # No cached_property: in CPython 3.11 ranks that are threads of one process would all wait
         # for its single lock, which the first rank holds while it waits for the others.
         if self._connected is None:
-            known = None if self.transport == "tcp" else known_connection(self.group)
+            known = None if self.transport == "tcp" else CONNECTIONS.get(self.group)
             self._connected = known or connect(self.group, self._exchange, self.transport)
         return self._connected
 

@@ -186,12 +186,7 @@ class Connection(NamedTuple):
 
 # By group, for all its objects but those with transport "tcp": a rank that makes another object
 # asks no rank again.
-_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Connection] = WeakKeyDictionary()
-
-
-def known_connection(group: dist.ProcessGroup) -> Connection | None:
-    """Return the result of `connect` for the group, if known."""
-    return _CONNECTIONS.get(group)
+CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Connection] = WeakKeyDictionary()
 
 
 def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> Connection:
@@ -239,7 +234,7 @@ def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> 
         connection = Connection(topology, host)
         HOSTS[group] = host
     if transport != "tcp":
-        _CONNECTIONS[group] = connection
+        CONNECTIONS[group] = connection
     return connection
 
 
