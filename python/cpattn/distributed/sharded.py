@@ -61,10 +61,6 @@ class ShardedAttention:
         RuntimeError
             If another rank refuses its arguments, makes another call, has another plan or other
             layers, or does not answer.
-
-        Examples
-        --------
-        See `Prefetch`.
         """
         return prefetch(self._exchange, plan, layers)
 

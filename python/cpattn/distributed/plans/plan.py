@@ -35,16 +35,10 @@ class ContextParallelPlan:
         Tokens per page.
     tokens : NewTokens
         Pages and lengths of the new tokens; lists their slots and rows on demand.
-    block_tables : array [bs, pages], int32, read-only
-        Pages of each request, -1 after its last. The last request includes pages of padding tokens.
-    slots : array [num_tokens], int64, read-only
-        Pool row of each new token, -1 if none is written.
     cp_rank : int
         Rank of this plan.
     rows_per_rank : tuple of int
         Number of tokens that each rank computes, without physical padding.
-    gathered_rows : torch.Tensor [num_tokens], int64
-        Index of each token in the concatenated rows of all ranks.
     packed_custom_mask : array, uint8, read-only, or None
         Mask of all tokens, padding tokens included, as `paged_attention` takes it.
     num_pairs : int
@@ -78,17 +72,20 @@ class ContextParallelPlan:
 
     @cached_property
     def block_tables(self) -> NDArray[np.int32]:
-        """Pages of each request."""
+        """Pages of each request, int32 [bs, pages], read-only, -1 after its last.
+
+        The last request includes pages of padding tokens.
+        """
         return self.tokens.pages.tables(self.num_padding_tokens)
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """Pool row of each new token."""
+        """Pool row of each new token, int64 [num_tokens], read-only, -1 if none is written."""
         return self.tokens.slots
 
     @property
     def gathered_rows(self) -> torch.Tensor:
-        """Index of each token in the concatenated rows of all ranks."""
+        """Index of each token in the concatenated rows of all ranks, int64 [num_tokens]."""
         return self.tokens.gathered_rows
 
     @property

@@ -126,9 +126,8 @@ class ShardedPlan(ContextParallelPlan):
         Rows and keys of all ranks.
     mesh : tuple of tuples of int, or None
         Ranks in a row for each place on the ring, or None without two dimensions.
-    metadata, page_size, tokens, block_tables, slots, cp_rank, rows_per_rank, gathered_rows
-        See `ContextParallelPlan`.
-    packed_custom_mask, num_pairs, num_padding_tokens, terms
+    metadata, page_size, tokens, cp_rank, rows_per_rank, packed_custom_mask, num_pairs, \
+num_padding_tokens, terms
         See `ContextParallelPlan`.
 
     Examples
@@ -193,8 +192,6 @@ class DecodePlan:
         Tokens per logical page.
     cp_rank : int
         Rank of this plan.
-    slots : array [num_tokens], int64, read-only
-        Logical slot of each query's own token.
     batch : ShardedBatch
         Rows and keys of all ranks.
     terms : tuple of int
@@ -222,7 +219,7 @@ class DecodePlan:
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """Logical slot of each query's own token."""
+        """Logical slot of each query's own token, int64 [num_tokens], read-only."""
         return self.batch.tokens.slots
 
     @property
