@@ -9,6 +9,11 @@ from .._types import AnyTensor
 from ._visibility import Lengths
 
 
+def dense_rows(x: AnyTensor) -> AnyTensor:
+    """Return `x` with a contiguous last dimension; copies only if needed."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class RaggedPages:
     """Pages of ragged sequences; a page starts at every row and covers the rows after it.
 

@@ -11,6 +11,7 @@ from ..._arguments import integer, items
 from ..._containers import empty, need_scales, torch_of
 from ..._types import AnyTensor
 from ...attention import default_scale, paged_attention
+from .._ragged import dense_rows
 from .._visibility import Lengths, visibility
 
 WindowSize = tuple[int, int]
@@ -70,10 +71,6 @@ def left_padding(
             f"got {padding}"
         )
     return padding.astype(np.int64)
-
-
-def rows_contiguous(x: AnyTensor) -> AnyTensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _is_by_sequence(function: str, name: str, x: Any, batch: int, **heads: int) -> bool:
@@ -162,7 +159,7 @@ def attend_batch(
     [batch, heads, tokens]."""
     batch, tokens, heads = q.shape[:3]
     q_lens = np.full(batch, tokens)
-    rows = rows_contiguous(q).flatten(0, 1)
+    rows = dense_rows(q).flatten(0, 1)
     out, lse = attend(
         function, rows, k_pages, v_pages, q_lens, kv_lens, block_table, *options, **of_heads
     )

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
-from ._attend import WindowSize, attend_batch, check_axes, check_supported, rows_contiguous
+from .._ragged import dense_rows
+from ._attend import WindowSize, attend_batch, check_axes, check_supported
 
 
 def _forward(
@@ -25,7 +26,7 @@ def _forward(
             f"{function}: q, k and v must be of one batch, got {len(q)}, {len(k)} and {len(v)}"
         )
     batch, kv_len = k.shape[:2]
-    k, v = rows_contiguous(k), rows_contiguous(v)
+    k, v = dense_rows(k), dense_rows(v)
     if kv_len == 0:  # a page cannot be empty; no page is read
         k, v = (x.new_empty((0, 1, *x.shape[2:])) for x in (k, v))
     table = np.arange(batch)[:, None]

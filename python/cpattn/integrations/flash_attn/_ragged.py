@@ -8,16 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
-from .._ragged import RaggedPages
+from .._ragged import RaggedPages, dense_rows
 from .._visibility import Lengths
-from ._attend import (
-    WindowSize,
-    attend,
-    check_axes,
-    check_supported,
-    left_padding,
-    rows_contiguous,
-)
+from ._attend import WindowSize, attend, check_axes, check_supported, left_padding
 
 
 def _ends(function: str, name: str, cu_seqlens: AnyTensor, num_rows: int | None) -> Lengths:
@@ -67,11 +60,11 @@ def _varlen_forward(
     leftpad = left_padding(function, "leftpad_k", leftpad_k, kv_lens, block_table)
     kv_lens = kv_lens - leftpad
     table: Any = block_table
-    k, v = rows_contiguous(k), rows_contiguous(v)
+    k, v = dense_rows(k), dense_rows(v)
     if table is None:
         pages = RaggedPages(ends_k[:-1] + leftpad, kv_lens, len(k))
         k, v, table = pages.of(k), pages.of(v), pages.block_tables
-    q = rows_contiguous(q)
+    q = dense_rows(q)
     return attend(function, q, k, v, np.diff(ends_q), kv_lens, table, *options, **of_heads)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ..._types import AnyTensor
 from ...attention import default_scale, paged_attention
+from .._ragged import dense_rows
 from .._torch_library import Operators
 from .._visibility import Lengths
 from .masks import FUNCTION, check_bias, lowest, visibility
@@ -45,11 +46,6 @@ def check_supported(
 def float_sinks(s_aux: AnyTensor | None) -> AnyTensor | None:
     """Return sinks, which are model parameters, in the form that the kernels take."""
     return None if s_aux is None else s_aux.detach().float().contiguous()
-
-
-def dense_rows(x: AnyTensor) -> AnyTensor:
-    """Return `x` with a contiguous last dimension; copies only if needed."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _tokens_apart(x: AnyTensor) -> int | None:

@@ -17,8 +17,9 @@ from torch.compiler import disable
 from ...attention import paged_attention
 from ...sparse.indexer import indexer_topk
 from ...sparse.sparse_mla import flash_mla_sparse_fwd
+from .._ragged import dense_rows
 from ._methods import Replaced
-from .contiguous import UNSUPPORTED, check_supported, contiguous_attention, dense_rows
+from .contiguous import UNSUPPORTED, check_supported, contiguous_attention
 from .masks import FUNCTION, as_bool
 from .mla import absorb, keeps_latents, mla_attention, project
 
