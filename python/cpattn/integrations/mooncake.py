@@ -120,11 +120,9 @@ class MooncakeEngine(PeerEngine):
         self._registered: dict[int, list[_core.PoolMemory]] = {}
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
-        """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``: to all ranges, or none.
+        """Let peers write to ranges, with the codes of `cpattn.transfer.LocalEngine.register`.
 
-        The code is 0, -1 for an empty range, or -7 if a range overlaps another one of this or an
-        earlier call. Memory that the process does not have or cannot write raises ValueError,
-        unless the installed package knows devices, as only it can check their addresses.
+        If the installed package knows devices, only it can check the addresses.
         """
         addrs, sizes, owners = _core.ranges_to_register(
             "MooncakeEngine.register", addrs, sizes, self._on_host

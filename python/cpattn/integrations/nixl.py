@@ -139,11 +139,7 @@ class NixlEngine(PeerEngine):
         self._registered: dict[int, tuple[int, list[_core.PoolMemory]]] = {}
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
-        """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``: to all ranges, or none.
-
-        The code is 0, -1 for an empty range, or -7 if a range overlaps another one of this or an
-        earlier call. Memory that the process does not have or cannot write raises ValueError.
-        """
+        """Let peers write to ranges, with the codes of `cpattn.transfer.LocalEngine.register`."""
         addrs, sizes, owners = _core.ranges_to_register("NixlEngine.register", addrs, sizes)
         with self._changed:
             agent = self._open()
