@@ -97,12 +97,6 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         self._plans.clear()
 
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._attend(*args, **kwargs)
-
-    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._attend(*args, **kwargs)
-
     def _attend(
         self,
         q: torch.Tensor,
@@ -148,6 +142,8 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             out=out.view(-1, num_heads, v_head_dim),
         )  # fmt: skip
         return result
+
+    forward_extend = forward_decode = _attend
 
     def _scales(self, layer: Any) -> dict[str, Any]:
         """Return the scales of codes; a checkpoint may have scales without use in the cache."""
