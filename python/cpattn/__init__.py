@@ -74,18 +74,9 @@ __all__ = [
 ]
 
 _SUB_PACKAGES = (
-    "captures",
-    "context_parallel",
-    "distributed",
-    "integrations",
-    "kv",
-    "npu",
-    "profiling",
-    "scheduling",
-    "sparse",
-    "torch_guard",
-    "transfer",
-)
+    "captures", "context_parallel", "distributed", "integrations", "kv", "npu", "profiling",
+    "scheduling", "sparse", "torch_guard", "transfer",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:

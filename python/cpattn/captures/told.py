@@ -222,17 +222,10 @@ TOLD: Mapping[str, Callable[[Call], Fields | None]] = {
     "build_cp_metadata_all_ranks": _metadata,
     "ContextParallel.plan": _batch,
     "ContextParallel.plan_decode": _decode_batch,
-    **dict.fromkeys(
-        (
-            "ContextParallel.write_kv",
-            "ContextParallel.prefetch",
-            "ContextParallel.attend",
-            "ContextParallel.attend_sparse",
-            "ContextParallel.decode",
-            "ContextParallel.decode_sparse",
-        ),
-        _rank_call,
-    ),
+    **{
+        f"ContextParallel.{name}": _rank_call
+        for name in ("write_kv", "prefetch", "attend", "attend_sparse", "decode", "decode_sparse")
+    },
     "RowExchange.post": _post,
     # vLLM's GPU worker makes these calls; the vLLM plug-in announces them.
     "PCPManager._build_batch_layout": _pcp_layout,

@@ -33,15 +33,11 @@ _logger = logging.getLogger(__name__)
 # Names that sglang 0.5.23 imports from sgl_kernel on a CPU: for speculative decoding, for moving
 # entries of a KV cache, or for platforms whose operators sgl_kernel has.
 _KERNELS = (
-    "assign_draft_cache_locs_contiguous_cpu",
-    "assign_extend_cache_locs_cpu",
-    "assign_req_to_token_pool_cpu",
-    "build_tree_kernel_efficient_cpu",
-    "copy_all_layer_kv_cache_cpu",
-    "fill_accept_out_cache_loc_cpu",
-    "fill_bonus_tokens_cpu",
+    "assign_draft_cache_locs_contiguous_cpu", "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu", "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu", "fill_accept_out_cache_loc_cpu", "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
-)
+)  # fmt: skip
 
 
 class InterpolationMode(enum.Enum):

@@ -26,24 +26,11 @@ _TENSORS = tuple(
     for half in ("prev", "next", "combined")
 )
 _VALUES = (
-    "split_list",
-    "zigzag_index",
-    "cp_reverse_index",
-    "reverse_split_len",
-    "per_rank_actual_token",
-    "max_rank_len",
-    "total_q_prev_tokens",
-    "total_q_next_tokens",
-    "max_seqlen_q_prev",
-    "max_seqlen_q_next",
-    "max_seqlen_q_combined",
-    "kv_len_prev_list",
-    "kv_len_next_list",
-    "actual_seq_q_prev_list",
-    "actual_seq_q_next_list",
-    "total_seq_lens",
-    "bs",
-)
+    "split_list", "zigzag_index", "cp_reverse_index", "reverse_split_len", "per_rank_actual_token",
+    "max_rank_len", "total_q_prev_tokens", "total_q_next_tokens", "max_seqlen_q_prev",
+    "max_seqlen_q_next", "max_seqlen_q_combined", "kv_len_prev_list", "kv_len_next_list",
+    "actual_seq_q_prev_list", "actual_seq_q_next_list", "total_seq_lens", "bs",
+)  # fmt: skip
 _values_of = attrgetter(*_VALUES)
 _DEVICE_ALIGNMENT = 16  # elements: 64 bytes. Triton compiles anew for pointers below 16 bytes.
 
