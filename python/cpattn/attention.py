@@ -308,13 +308,9 @@ def plan_attention(
         Elements of a key and a value, up to 576. Default of v_head_dim: head_dim.
     first_positions, causal, window, custom_mask, packed_custom_mask, allow_short_kv
         Visibility of keys, as in `paged_attention`.
-    batch_invariant : bool
-        Division of work, as in `paged_attention`.
-    precise : bool
-        Rounding of bfloat16, as in `paged_attention`.
-    num_threads : int, optional
-        Threads for runs of this plan, as in `paged_attention`; the division of work does not depend
-        on it.
+    batch_invariant, precise, num_threads
+        Division of work, rounding of bfloat16, and threads for runs of this plan, as in
+        `paged_attention`; the division of work does not depend on the threads.
 
     Returns
     -------

@@ -56,15 +56,8 @@ def paged_attention(
         Floats, or codes: float8_e4m3fn, float8_e5m2, int8, or uint8 with `kv_dtype`.
     q_lens, kv_lens : ints [batch]
         Queries and keys of each sequence.
-    first_positions : ints [batch], default kv_lens - q_lens
-        Position of each sequence's first query among its keys. By default the queries are the last
-        tokens.
-    block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
-        Page ids; entries beyond a sequence's own pages are never read.
-    page_size : int, optional
-        Tokens per page. A 3-D cache requires it; a 4-D cache has it in its shape.
-    kv_layout : {"NHD", "HND"}
-        Order of the axes of 4-D caches.
+    first_positions, block_tables, page_size, kv_layout
+        See `cpattn.paged_attention`.
     k_scale, v_scale, kv_dtype
         See `cpattn.paged_attention`; scales may have any floating dtype and go with any cache.
     scale : float, default 1/sqrt(head_dim)
@@ -72,10 +65,8 @@ def paged_attention(
     causal, window, custom_mask : bool or bools [batch], int or pair, bools [sum(q_lens * kv_lens)]
         Key j is visible from position p if j <= p (``causal``), p - left <= j <= p + right
         (``window``, as in `cpattn.paged_attention`) and its flag in ``custom_mask`` is set.
-    softcap : float
-        If positive, scores become softcap * tanh(score / softcap).
-    bias, alibi_slopes, relative_bias
-        Added to scores after softcap, as in `cpattn.paged_attention`; in any floating dtype.
+    softcap, bias, alibi_slopes, relative_bias
+        See `cpattn.paged_attention`; biases may have any floating dtype.
     sinks : tensor [num_heads], optional
         Extra logits, one for each head, in the denominator of each row.
     allow_short_kv : bool
@@ -234,10 +225,8 @@ def merge_state(
 
     Raises
     ------
-    TypeError
-        If an argument is no tensor.
-    ValueError
-        If shapes differ, or numbers are not floating-point.
+    TypeError, ValueError
+        If an argument is no tensor, shapes differ, or numbers are not floating-point.
 
     Examples
     --------
@@ -319,10 +308,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) 
 
     Raises
     ------
-    TypeError
-        If an argument is no tensor, or `eps` is no number.
-    ValueError
-        If shapes do not fit, `eps` is negative, or numbers are not floating-point.
+    TypeError, ValueError
+        If an argument is no tensor, `eps` is no number or negative, shapes do not fit, or numbers
+        are not floating-point.
 
     Examples
     --------
@@ -353,10 +341,9 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
 
     Raises
     ------
-    TypeError
-        If `x` is no tensor, or `scale` is no number.
-    ValueError
-        If `x` has not two dimensions, dim is no power of two, or numbers are not floating-point.
+    TypeError, ValueError
+        If `x` is no tensor of two dimensions, `scale` is no number, dim is no power of two, or
+        numbers are not floating-point.
 
     Examples
     --------
@@ -388,10 +375,8 @@ def dequantize_kv_rows(rows: Tensor) -> Float64Array:
 
     Raises
     ------
-    TypeError
-        If `rows` is no tensor.
-    ValueError
-        If `rows` has another shape or a wider dtype, or is not contiguous.
+    TypeError, ValueError
+        If `rows` is no tensor, has another shape or a wider dtype, or is not contiguous.
 
     Examples
     --------

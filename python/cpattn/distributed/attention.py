@@ -84,12 +84,8 @@ class RankAttention:
             New keys and values of this rank, as for ``write_kv``; only keys without `v_cache`.
         scale : float, default 1/sqrt(head_dim)
             Factor of the scores; required for head_dim > 256, rope_dim of `q_rope` included.
-        causal : bool
-            Whether a token sees only keys up to its own. False: all keys of its sequence.
-        window : int or pair, optional
-            Number of visible keys around a token's own, as in `cpattn.paged_attention`.
-        softcap : float
-            0 for none, else from 1e-37 to 1e37.
+        causal, window, softcap
+            See `cpattn.paged_attention`; `causal` is one bool for all sequences.
         bias, alibi_slopes, relative_bias : optional
             Added to scores, as in `cpattn.do_cp_attn_fia`; every rank passes the same. `bias` has a
             row for each new token of the batch, padding tokens included, and a column for each key

@@ -134,14 +134,10 @@ def npu_fused_infer_attention_score(
     antiquant_scale, antiquant_offset, antiquant_mode
         Scales, offsets and mode for key and value in one tensor [2, ...], in modes 0 and 1; without
         effect beside `key_antiquant_scale`.
-    pse_shift, query_padding_size, kv_padding_size
+    pse_shift, query_padding_size, kv_padding_size, dequant_scale1, quant_scale1, dequant_scale2, \
+quant_scale2, quant_offset2, key_rope_antiquant_scale, key_shared_prefix, value_shared_prefix, \
+actual_shared_prefix_len
         Not supported; only the defaults are allowed.
-    dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2
-        Not supported.
-    key_rope_antiquant_scale
-        Not supported.
-    key_shared_prefix, value_shared_prefix, actual_shared_prefix_len
-        Not supported.
 
     Returns
     -------
