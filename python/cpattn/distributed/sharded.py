@@ -130,12 +130,10 @@ class ShardedAttention:
         if not isinstance(plan, ShardedPlan | DecodePlan):
             raise ValueError(f"{call}: plan must be of sharded pools")
         given = {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
+            "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
             "v_head_dim": head_dim if v_head_dim is None else v_head_dim,
             "element_bytes": element_bytes,
-        }
+        }  # fmt: skip
         heads, kv_heads, dim, v_dim, item = (
             at_least(1, value, call, name) for name, value in given.items()
         )
@@ -220,16 +218,11 @@ class ShardedAttention:
         if not isinstance(plan, ShardedPlan):
             raise ValueError(f"{call}: plan must be of new tokens over sharded pools")
         given = {
-            "topk": topk,
-            "num_heads": num_heads,
-            "num_index_heads": num_index_heads,
-            "head_dim": head_dim,
-            "d_v": d_v,
-            "index_head_dim": index_head_dim,
-            "element_bytes": element_bytes,
-            "index_element_bytes": index_element_bytes,
+            "topk": topk, "num_heads": num_heads, "num_index_heads": num_index_heads,
+            "head_dim": head_dim, "d_v": d_v, "index_head_dim": index_head_dim,
+            "element_bytes": element_bytes, "index_element_bytes": index_element_bytes,
             "weight_bytes": weight_bytes,
-        }
+        }  # fmt: skip
         n = {name: at_least(1, value, call, name) for name, value in given.items()}
         latent = n["head_dim"] * n["element_bytes"] if latent_bytes is None else latent_bytes
         key = index_head_dim * index_element_bytes if index_key_bytes is None else index_key_bytes

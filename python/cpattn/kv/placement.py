@@ -110,13 +110,11 @@ class PageInterleave:
             Row of each slot in the rank's pool. Slot 0, which engines use as padding, is row 0 of
             rank 0.
         """
-        function = "PageInterleave.filter_local"
-        return self._interleave.local_share(slots, rank, function, "slots")
+        return self._interleave.local_share(slots, rank, "PageInterleave.filter_local", "slots")
 
     def global_index(self, rank: int, local: Indices) -> Ints:
         """Return the slot of each row of a rank's pool; -1 for -1."""
-        function = "PageInterleave.global_index"
-        return self._interleave.global_indices(rank, local, function, "local")
+        return self._interleave.global_indices(rank, local, "PageInterleave.global_index", "local")
 
     def num_local_slots(self, num_slots: int) -> int:
         """Return the rows that each rank needs for the first `num_slots` slots, in whole pages."""
@@ -195,8 +193,7 @@ class TokenInterleave:
 
     def global_index(self, rank: int, local: Indices) -> Ints:
         """Return the position of each local index of a rank; -1 for -1."""
-        function = "TokenInterleave.global_index"
-        return self._interleave.global_indices(rank, local, function, "local")
+        return self._interleave.global_indices(rank, local, "TokenInterleave.global_index", "local")
 
     def local_lens(self, seq_lens: Indices, rank: int) -> Ints:
         """Return how many tokens a rank keeps of sequences of these lengths.
