@@ -186,10 +186,8 @@ def plan_relayout(source: ContextParallelMetadata, target: ContextParallelMetada
 
     Raises
     ------
-    TypeError
-        If `source` or `target` is no ContextParallelMetadata.
-    ValueError
-        If they differ in rank or lengths.
+    TypeError, ValueError
+        If `source` or `target` is no ContextParallelMetadata, or they differ in rank or lengths.
 
     Examples
     --------

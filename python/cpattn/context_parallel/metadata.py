@@ -92,10 +92,9 @@ def build_cp_metadata(
 
     Raises
     ------
-    TypeError
-        If lengths or sizes are no integers.
-    ValueError
-        If an argument breaks a rule; the message names argument, rule, value and position.
+    TypeError, ValueError
+        If lengths or sizes are no integers, or an argument breaks a rule; the message names
+        argument, rule, value and position.
 
     Examples
     --------

@@ -246,10 +246,8 @@ class DecodeCalls:
 
         Raises
         ------
-        TypeError
-            If `num_heads` is no integer.
-        ValueError
-            If `num_heads` is below 1.
+        TypeError, ValueError
+            If `num_heads` is no integer or below 1.
         """
         number = at_least(1, num_heads, "ContextParallel.head_range", "num_heads")
         return heads_of_ranks(number, self.cp_size)[self.cp_rank]

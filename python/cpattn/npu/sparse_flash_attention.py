@@ -83,10 +83,9 @@ def npu_sparse_flash_attention(
 
     Raises
     ------
-    TypeError
-        If an argument is of another type than stated, such as a list in place of a tensor.
-    ValueError
-        If an argument breaks a rule of the list above.
+    TypeError, ValueError
+        If an argument is of another type than stated, such as a list in place of a tensor, or
+        breaks a rule of the list above.
 
     Examples
     --------

@@ -132,10 +132,9 @@ def merge_blocks(blocks: Tensor, block_scores: Tensor, topk: int) -> SelectedBlo
 
     Raises
     ------
-    TypeError
-        If an argument is of another type than stated.
-    ValueError
-        If shapes or dtypes do not fit, or `topk` is below 1.
+    TypeError, ValueError
+        If an argument is of another type than stated, shapes or dtypes do not fit, or `topk` is
+        below 1.
 
     Examples
     --------

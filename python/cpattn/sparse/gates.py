@@ -72,10 +72,8 @@ def dsa_use_prefill_cp(
 
     Raises
     ------
-    TypeError
-        If a flag is no bool, or the mode no integer.
-    ValueError
-        If the mode is no member of ForwardMode.
+    TypeError, ValueError
+        If a flag is no bool, or the mode no member of ForwardMode.
 
     Examples
     --------

@@ -33,10 +33,8 @@ def hadamard_transform(x: TensorT, scale: float | None = None) -> TensorT:
 
     Raises
     ------
-    TypeError
-        If x is no tensor, or `scale` no number.
-    ValueError
-        If `x` has another dtype, or D is no power of two.
+    TypeError, ValueError
+        If `x` is no tensor or has another dtype, `scale` is no number, or D is no power of two.
 
     Examples
     --------

@@ -96,10 +96,8 @@ def indexer_topk(
 
     Raises
     ------
-    TypeError
-        If an argument is of another type than stated, such as a list in place of a tensor.
-    ValueError
-        If ranges exceed the keys, or shapes or dtypes do not fit.
+    TypeError, ValueError
+        See `indexer_logits`; also if `topk` is out of its range.
 
     Notes
     -----

@@ -36,10 +36,8 @@ def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None)
 
     Raises
     ------
-    TypeError
-        If an argument is no tensor.
-    ValueError
-        If dimensions or dtypes do not fit, or the numbers of tokens differ.
+    TypeError, ValueError
+        If an argument is no tensor, or dimensions, dtypes or numbers of tokens do not fit.
 
     Notes
     -----
@@ -83,10 +81,8 @@ def quantize_kv_rows_separate(nope: TensorT, rope: Tensor) -> tuple[TensorT, Ten
 
     Raises
     ------
-    TypeError
-        If an argument is no tensor.
-    ValueError
-        If dimensions or dtypes do not fit, or the numbers of tokens differ.
+    TypeError, ValueError
+        See `quantize_kv_rows`.
 
     Examples
     --------

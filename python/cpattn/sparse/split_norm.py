@@ -119,10 +119,8 @@ def fused_split_qk_norm(
 
     Raises
     ------
-    TypeError
-        If an argument is of another type than stated, such as a list in place of a tensor.
-    ValueError
-        If `split_qk_norm` refuses an argument.
+    TypeError, ValueError
+        See `split_qk_norm`.
 
     Examples
     --------

@@ -46,10 +46,8 @@ def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
 
     Raises
     ------
-    TypeError
-        If an element of `lists` is no list, or `fmt` is no str.
-    ValueError
-        If `fmt` is unknown, or an integer does not fit it.
+    TypeError, ValueError
+        If an element of `lists` is no list, `fmt` is unknown, or an integer does not fit it.
 
     Examples
     --------
@@ -83,10 +81,8 @@ def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
 
     Raises
     ------
-    TypeError
-        If `buf` is no bytes, or `fmt` no str.
-    ValueError
-        If `fmt` is unknown, or the frame is longer or shorter than its lists.
+    TypeError, ValueError
+        If `buf` is no bytes, `fmt` is unknown, or the frame is longer or shorter than its lists.
 
     Examples
     --------

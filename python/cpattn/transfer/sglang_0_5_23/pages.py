@@ -34,10 +34,8 @@ def kv_to_page_num(num_tokens: int, page_size: int) -> int:
 
     Raises
     ------
-    TypeError
-        If an argument is no integer.
-    ValueError
-        If an argument is out of its range.
+    TypeError, ValueError
+        If an argument is no integer or out of its range.
 
     Examples
     --------
@@ -67,10 +65,8 @@ def kv_to_page_indices(kv_indices: Indices, page_size: int) -> NDArray[np.int32]
 
     Raises
     ------
-    TypeError
-        If a slot or `page_size` is no integer.
-    ValueError
-        If a slot is negative, or `page_size` is below 1.
+    TypeError, ValueError
+        If a slot is no integer or negative, or `page_size` is no integer or below 1.
 
     Examples
     --------

@@ -233,10 +233,8 @@ def kv_start_layer(start_layer: int, kv_layer_ids: Any) -> int:
 
     Raises
     ------
-    TypeError
-        If a number is no integer.
-    ValueError
-        If the layer is negative, or ids do not ascend.
+    TypeError, ValueError
+        If a number is no integer, the layer is negative, or ids do not ascend.
 
     Examples
     --------
@@ -300,10 +298,9 @@ def decode_targets(
 
     Raises
     ------
-    TypeError
-        If a number is no integer, or `is_mla` no bool.
-    ValueError
-        If a rank is negative, or neither size divides the other.
+    TypeError, ValueError
+        If a number is no integer, `is_mla` is no bool, a rank is negative, or neither size divides
+        the other.
 
     Examples
     --------

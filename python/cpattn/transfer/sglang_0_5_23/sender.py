@@ -40,10 +40,8 @@ class KVSender:
 
     Raises
     ------
-    TypeError
-        If a number is no integer, or a flag no bool.
-    ValueError
-        If a rank is outside its group.
+    TypeError, ValueError
+        If a number is no integer, a flag is no bool, or a rank is outside its group.
 
     Examples
     --------

@@ -155,10 +155,8 @@ def get_layer_shard_range(rank: int, shard_size: int, total_layers: int) -> tupl
 
     Raises
     ------
-    TypeError
-        If a number is no integer.
-    ValueError
-        If a rank is outside the group, or a number out of its range.
+    TypeError, ValueError
+        If a number is no integer or out of its range, or a rank is outside the group.
 
     Examples
     --------
@@ -184,10 +182,8 @@ def get_layer_owner(local_layer_idx: int, shard_size: int, total_layers: int) ->
 
     Raises
     ------
-    TypeError
-        If a number is no integer.
-    ValueError
-        If the layer is outside the stage, or a number out of its range.
+    TypeError, ValueError
+        If a number is no integer or out of its range, or the layer is outside the stage.
 
     Examples
     --------
@@ -222,10 +218,8 @@ def is_elided_entry(
 
     Raises
     ------
-    TypeError
-        If an argument is of another type than stated.
-    ValueError
-        If a number is negative.
+    TypeError, ValueError
+        If an argument is of another type than stated, or a number is negative.
 
     Examples
     --------
