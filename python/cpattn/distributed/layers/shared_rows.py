@@ -15,7 +15,6 @@ from ... import _core
 from ..plans.plan import ContextParallelPlan
 from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
-from ..transport.rails import most_received
 from ..transport.roll_call import Host
 from ..transport.row_bytes import ArrivingRows
 from .rows import NewRows, put_rows, take_rows
@@ -46,12 +45,6 @@ class SharedRows:
     ) -> None:
         self._call, self._exchange, self._rails = call, exchange, host.rails
         self._plan, self._new = plan, new
-
-    @property
-    def most_received_bytes(self) -> int:
-        """Most bytes that a rank receives; the same on every rank."""
-        row_bytes = sum(x.shape[1] * x.element_size() for x in self._new.rows)
-        return most_received(self._rails.hosts, self._plan.rows_per_rank) * row_bytes
 
     def write_own(self) -> None:
         """Write the rows that this rank has computed, in all heads."""

@@ -12,13 +12,14 @@ from typing import Any
 
 from ..plans.plan import ContextParallelPlan
 from ..transport.exchange import RowExchange
+from ..transport.rails import most_received
 from ..transport.row_bytes import ArrivingRows
 from ..transport.terms import NO_TERMS
 from .head_attention import HeadOutputs
 from .layer import LayerArguments, RankLayer, checked_layer
 from .partials import AttentionOptions
 from .rounds import head_rounds, side_by_side
-from .rows import NewRows, take_rows
+from .rows import take_rows
 from .shared_rows import SharedRows, shared_digest
 
 
@@ -40,32 +41,31 @@ def write_and_attend(
         terms["options"] = layer.inputs.digest()
     rows = [x.unflatten(1, (layer.num_kv_heads, -1)) for x in new.rows]
 
-    def begin(heads: slice, buffer: int) -> ArrivingRows:
+    shared: SharedRows | None = None
+
+    def begin(heads: slice, buffer: int) -> ArrivingRows | None:
         own = [x[:, heads].flatten(1) for x in rows]
+        if shared is not None:
+            return shared.begin(own, buffer)
         return exchange.begin_rows("attend", plan.rows_per_rank, own, buffer)
 
-    def compute(heads: slice, arriving: ArrivingRows) -> None:
-        num_heads = heads.stop - heads.start
-        gathered = [x.unflatten(1, (num_heads, -1)) for x in exchange.arrived(arriving)]
-        new.store_heads(heads, gathered)
-        _attend(layer, heads, outputs)
-
-    def begin_shared(heads: slice, buffer: int) -> ArrivingRows | None:
-        return shared.begin([x[:, heads].flatten(1) for x in rows], buffer)
-
-    def compute_shared(heads: slice, arriving: ArrivingRows | None) -> None:
-        shared.finish(arriving, heads)
+    def compute(heads: slice, arriving: ArrivingRows | None) -> None:
+        if shared is not None:
+            shared.finish(arriving, heads)
+        elif arriving is not None:
+            by_heads = (heads.stop - heads.start, -1)
+            new.store_heads(heads, [x.unflatten(1, by_heads) for x in exchange.arrived(arriving)])
         _attend(layer, heads, outputs)
 
     with exchange.without_return():
         outputs = HeadOutputs(layer)
+        most = plan.num_tokens - min(plan.rows_per_rank)  # rows that a rank receives
         if host is not None and parts.shared_memory:
             shared = SharedRows("attend", exchange, host, plan, new)
             shared.write_own()
-            rounds = _rounds(layer, shared.most_received_bytes)
-            side_by_side(rounds, begin_shared, compute_shared)
-        else:
-            side_by_side(_rounds(layer, _received_bytes(plan, new)), begin, compute)
+            most = most_received(host.rails.hosts, plan.rows_per_rank)
+        received = most * sum(x.shape[1] * x.element_size() for x in new.rows)
+        side_by_side(head_rounds(layer.num_kv_heads, received, layer.flops), begin, compute)
         return arguments.outputs(*outputs.rows())
 
 
@@ -85,13 +85,3 @@ def _attend(layer: RankLayer[ContextParallelPlan], heads: slice, outputs: HeadOu
             for cache in caches
         ]
     outputs.attend(heads, tables, caches)
-
-
-def _received_bytes(plan: ContextParallelPlan, new: NewRows) -> int:
-    """Return the most bytes that a rank receives, for private pools."""
-    row_bytes = sum(x.shape[1] * x.element_size() for x in new.rows)
-    return (plan.num_tokens - min(plan.rows_per_rank)) * row_bytes
-
-
-def _rounds(layer: RankLayer[ContextParallelPlan], received_bytes: int) -> list[slice]:
-    return head_rounds(layer.num_kv_heads, received_bytes, layer.flops)
