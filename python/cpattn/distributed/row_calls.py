@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .layers.rows import local_rows, rows_of
+from .layers.rows import rows_of
 from .plans.plan import ContextParallelPlan
 from .plans.sharded_plan import check_rank
 from .plans.tokens import index_array
@@ -70,14 +70,11 @@ class RowCalls:
             check_rank("gather", self._exchange, plan)
             x = x_local.movedim(dim, 0)
             places, counts = plan.gathered_rows, list(plan.rows_per_rank)
-            if tokens is None:
-                parts.append(local_rows("gather", plan, "x_local", x))
-            else:
+            if tokens is not None:
                 chosen = _checked_tokens(tokens, plan.num_tokens)
                 terms["options"] = digest(chosen)
                 places, counts = _places_of(plan, chosen)
-                rank = plan.cp_rank
-                parts.append(rows_of("gather", counts[rank], rank, "x_local", x))
+            parts.append(rows_of("gather", counts[plan.cp_rank], plan.cp_rank, "x_local", x))
         with self._exchange.without_return():
             (rows,) = self._exchange.all_rows("gather", counts, parts)
         ordered = rows.index_select(0, places)

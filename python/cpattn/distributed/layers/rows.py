@@ -14,11 +14,6 @@ from numpy.typing import NDArray
 from ..plans.plan import ContextParallelPlan
 
 
-def local_rows(call: str, plan: ContextParallelPlan, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return x without rows of physical padding, as [num_local_rows, width]."""
-    return rows_of(call, plan.num_local_rows, plan.cp_rank, name, x)
-
-
 def check_tensor(call: str, name: str, x: torch.Tensor) -> None:
     """Refuse a tensor that is not on the CPU, or that requires a gradient in grad mode."""
     if x.device.type != "cpu":
