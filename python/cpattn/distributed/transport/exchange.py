@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,7 +135,9 @@ class RowExchange:
         for column, part in zip(columns, parts, strict=True):
             column[begin : begin + len(part)] = part
         destinations = self._peers if rails is None else rails.destinations
-        posted = self._post_rows(call, rows, rows_per_rank, destinations)
+        blocks = rows.split(list(rows_per_rank))
+        own = dict.fromkeys(destinations, blocks[self.rank])
+        posted = self.post(call, own, {rank: blocks[rank] for rank in self._peers})
         return ArrivingRows(columns, posted, storage, buffer)
 
     def arrived(self, rows: ArrivingRows) -> list[torch.Tensor]:
@@ -381,21 +383,6 @@ class RowExchange:
         self.finish(posted)
         self._tables[len(values)] = table, blocks
         return table.tolist()
-
-    def _post_rows(
-        self,
-        call: str,
-        rows: torch.Tensor,
-        rows_per_rank: Sequence[int],
-        destinations: Iterable[int],
-    ) -> Posted:
-        """Begin to send this rank's rows to peers and to receive all rows in place."""
-        blocks = rows.split(list(rows_per_rank))
-        return self.post(
-            call,
-            dict.fromkeys(destinations, blocks[self.rank]),
-            {rank: blocks[rank] for rank in self._peers},
-        )
 
 
 def _text_of(error: BaseException) -> str:
