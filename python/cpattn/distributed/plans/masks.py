@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ..._containers import as_numpy, tensor_of
 
-_PLAN = "ContextParallel.plan"
-
 
 def packed_mask(
     custom_mask: Any,
@@ -19,7 +17,7 @@ def packed_mask(
     extends: NDArray[np.int64],
     seq_lens: NDArray[np.int64],
     padding: int,
-    call: str = _PLAN,
+    call: str,
 ) -> NDArray[np.uint8] | None:
     """Return a copy of either mask as bits, or None without a mask.
 
