@@ -31,9 +31,7 @@ class ForwardMode(IntEnum):
         """Tell whether new tokens are computed after cached ones; drafts count only on request."""
         return _core.is_extend(self, include_draft_extend_v2)
 
-    def is_prefill(self, include_draft_extend_v2: bool = False) -> bool:
-        """Tell the same as `is_extend`, by its other name."""
-        return _core.is_extend(self, include_draft_extend_v2)
+    is_prefill = is_extend  # its other name
 
     def is_context_parallel_extend(self, include_draft_extend_v2: bool = False) -> bool:
         """Tell whether context parallelism may split the new tokens."""
