@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 
 def refuse_to_replace(package: str) -> None:
@@ -19,6 +19,18 @@ def refuse_to_replace(package: str) -> None:
             f"cpattn.integrations.{package}.install: a package {package} is there already; "
             "it is not replaced"
         )
+
+
+def missing(package: str, supplied: Iterable[str]) -> Callable[[str], NoReturn]:
+    """Return the ``__getattr__`` of a stand-in for CPUs, which refuses other names."""
+
+    def refuse(name: str) -> NoReturn:
+        raise AttributeError(
+            f"{package} is cpattn's stand-in for CPUs and has no {name}; "
+            f"it supplies {', '.join(supplied)}"
+        )
+
+    return refuse
 
 
 class StandIn(AbstractContextManager["StandIn"]):

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from .._stand_in import StandIn
+from .._stand_in import StandIn, missing
 
 _logger = logging.getLogger(__name__)
 
@@ -60,16 +60,6 @@ def _absent(package: str, name: str) -> Callable[..., NoReturn]:
 
     kernel.__name__ = kernel.__qualname__ = name
     return kernel
-
-
-def _missing(package: str, supplied: list[str]) -> Callable[[str], NoReturn]:
-    def missing(name: str) -> NoReturn:
-        raise AttributeError(
-            f"this {package} is cpattn's stand-in for CPUs and has no {name}; "
-            f"it supplies {', '.join(supplied)}"
-        )
-
-    return missing
 
 
 # Modules of each package with their names. sgl_kernel.scalar_type is left out, as sglang has names
@@ -111,7 +101,7 @@ def install() -> ExitStack:
     for package, (modules, names) in _PACKAGES.items():
         if package in sys.modules or find_spec(package) is not None:
             continue
-        supplied = {**names, "__getattr__": _missing(package, sorted(names))}
+        supplied = {**names, "__getattr__": missing(package, sorted(names))}
         installed.enter_context(StandIn(package, modules, supplied))
         _logger.info("cpattn stands in for %s, which has no release for this CPU", package)
     return installed

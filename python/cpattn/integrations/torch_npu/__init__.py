@@ -11,9 +11,9 @@ the schemas of torch_npu, run on CPU tensors, and trace under `torch.compile`.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-from .._stand_in import StandIn, refuse_to_replace
+from .._stand_in import StandIn, missing, refuse_to_replace
 
 __all__ = ["install"]
 
@@ -37,11 +37,6 @@ def install() -> StandIn:
     refuse_to_replace("torch_npu")  # before the operators are registered
     from .operators import SUPPLIED
 
-    def missing(name: str) -> NoReturn:
-        raise AttributeError(
-            f"torch_npu is cpattn's stand-in for CPUs and has no {name}; "
-            f"it supplies {', '.join(SUPPLIED)}"
-        )
-
-    names: dict[str, Any] = {**SUPPLIED, "__all__": list(SUPPLIED), "__getattr__": missing}
+    refuse = missing("torch_npu", SUPPLIED)
+    names: dict[str, Any] = {**SUPPLIED, "__all__": list(SUPPLIED), "__getattr__": refuse}
     return StandIn("torch_npu", (), names)
