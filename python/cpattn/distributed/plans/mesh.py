@@ -63,14 +63,9 @@ class Place:
         """Ranks that share heads with this one."""
         return self.mesh[self.ring]
 
-    @property
-    def ring_size(self) -> int:
-        """Number of rows of the mesh."""
-        return len(self.mesh)
-
     def neighbour(self, step: int) -> int:
         """Return the rank with the same heads, `step` places further on the ring."""
-        return self.mesh[(self.ring + step) % self.ring_size][self.column]
+        return self.mesh[(self.ring + step) % len(self.mesh)][self.column]
 
 
 def place_of(mesh: Mesh, rank: int) -> Place:
