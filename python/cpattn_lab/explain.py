@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cpattn._limits import check_seq_lens
 from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
+
+from .limits import check_seq_lens
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 MIN_WIDTH = 20

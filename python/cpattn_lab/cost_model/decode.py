@@ -11,9 +11,10 @@ import numpy as np
 
 from cpattn import _core
 from cpattn._arguments import items
-from cpattn._limits import check_integer, check_kind, check_seq_lens
+from cpattn._limits import check_integer, check_kind
 from cpattn.context_parallel.exchanges import LSE_BYTES
 
+from ..limits import check_seq_lens
 from .counts import check_placing
 from .exchanged import along_rails, heads_of
 from .layer import ITEM_BYTES, AttentionLayer, Ints

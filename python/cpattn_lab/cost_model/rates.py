@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpattn._limits import check_integer, check_number
+from cpattn._limits import check_integer
 
+from ..limits import check_number
 from .layer import AttentionLayer
 from .work import PACKING_ROWS, Numbers, RankWork
 

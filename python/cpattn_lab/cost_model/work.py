@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpattn import _core
-from cpattn._limits import check_kind, check_seq_lens
+from cpattn._limits import check_kind
 from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
+from ..limits import check_seq_lens
 from .layer import UNBOUNDED, AttentionLayer, Ints
 
 # The rule by which `plan_attention` cuts rows of a segment into items, which pack their keys once.

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpattn._limits import check_integer, check_number
+from cpattn._limits import check_integer
+
+from ..limits import check_number
 
 # A layer's attention module calls this with its number and the projected tensors. Dense:
 # attention(layer, q, k, v) -> out: q and out [rows, Hq, D], new k and v [tokens, Hk, D].

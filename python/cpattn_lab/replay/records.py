@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpattn._limits import check_integer, check_number
+from cpattn._limits import check_integer
 from cpattn.context_parallel.exchanges import ON_ALL_RANKS, PLACEMENTS
 from cpattn.context_parallel.placement_name import (
     BY_PAGES,
@@ -15,6 +15,7 @@ from cpattn.context_parallel.placement_name import (
     PlacementName,
 )
 
+from ..limits import check_number
 from ..processes.hosts import MAX_HOSTS
 from ..traffic.trace import TRACE_BLOCK_TOKENS
 from .dense.model import DenseConfig
