@@ -193,7 +193,8 @@ class KVPool:
         return index
 
     def _of_layer(self, function: str, kind: str, layer_id: Any) -> AnyTensor:
-        return self._layers[kind][self._index_of(function, kind, layer_id)]
+        index = self._index_of(function, kind, layer_id)
+        return self._layers[kind][index]
 
     @property
     def k_buffer(self) -> AnyTensor:
