@@ -294,8 +294,8 @@ OTHERS = [
     (lambda: POOL.get_value_buffer(5), f"get_value_buffer: {LAYER}5"),
     (lambda: POOL.get_kv_buffer(-1), f"get_key_buffer: {LAYER}-1"),
     (lambda: LATENT.get_index_k_buffer(5), f"get_index_k_buffer: {LAYER}5"),
-    (lambda: LATENT.get_index_k_buffer(4), "get_index_k_buffer: the pool has no index_k, it"),
-    (lambda: LATENT.set_index_k_buffer(4, [1], K), "set_index_k_buffer: the pool has no index_k, it"),
+    (lambda: LATENT.get_index_k_buffer(4), "get_index_k_buffer: the pool has no index_k"),
+    (lambda: LATENT.set_index_k_buffer(4, [1], K), "set_index_k_buffer: the pool has no index_k"),
 ]
 
 
