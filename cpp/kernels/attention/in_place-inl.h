@@ -195,7 +195,8 @@ class InPlaceLoop {
           work_.states[slot], work_.output + slot * v_dim_, v_dim_
       );
       if constexpr (kCodes) {
-        if (has_factors(tile_.codes.v_factors)) multiply_weights(p, v_factors, padded);
+        if (has_factors(tile_.codes.v_factors))
+          multiply_weights<kParts>(p, kInPlaceKeys, v_factors, padded);
       }
     }
   }
@@ -209,20 +210,6 @@ class InPlaceLoop {
       const RowFactors& source, int head, int64_t first, int n, int hidden, float* factors
   ) const {
     if (has_factors(source)) read_factors(tile_, source, head, first, n, hidden, factors);
-  }
-
-  /// Multiplies the weights of a row. Those of keys that it does not see stay zero for any factor.
-  static void multiply_weights(Operand* p, const float* factors, int n) {
-    const auto weights = weights_at<kParts>(p, kInPlaceKeys, kRoomAbove);
-    const auto multiplied = [&](int i) {
-      Vector x = load(p + i);
-      if constexpr (kParts == 2) x = add(x, load(p + kInPlaceKeys + i));
-      return select(greater(x, splat(0.0F)), mul(x, load(factors + i)), splat(0.0F));
-    };
-    for (int i = 0; i < n; i += 2 * kLanes) {
-      const Vector a = multiplied(i), b = multiplied(i + kLanes);
-      store_probabilities(weights + i, a, b);
-    }
   }
 
   /// Addresses of the n keys from `first` on, and of the keys after them to prefetch. No token sees

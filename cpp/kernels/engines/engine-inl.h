@@ -100,6 +100,20 @@ float weight_of(const typename Engine::Operand* p, int64_t distance) {
   return sum;
 }
 
+/// Multiplies n weights at p, n a multiple of 2 * kLanes. A weight of 0 stays 0 for any factor.
+template <int kParts, class Operand>
+void multiply_weights(Operand* p, int64_t distance, const float* factors, int64_t n) {
+  const auto multiplied = [&](int64_t i) {
+    Vector x = load(p + i);
+    if constexpr (kParts == 2) x = add(x, load(p + distance + i));
+    return select(greater(x, splat(0.0F)), mul(x, load(factors + i)), splat(0.0F));
+  };
+  for (int64_t i = 0; i < n; i += 2 * kLanes) {
+    const Vector a = multiplied(i), b = multiplied(i + kLanes);
+    store_probabilities(weights_at<kParts>(p, distance, kRoomAbove) + i, a, b);
+  }
+}
+
 /// An engine for products with panels.
 template <class Engine>
 concept ProductEngine = requires {
