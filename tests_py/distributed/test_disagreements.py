@@ -11,7 +11,6 @@ import torch.distributed as dist
 from cpattn.distributed import ContextParallel
 from support.distributed import disagreements as worker
 from support.distributed.distributed_worker import error_of, run_world
-from support.time_limits import BUSY
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +53,12 @@ def answers(tmp_path_factory):
 )
 def test_disagreement_is_told_to_all_ranks_before_rows_are_sent(answers, what, term):
     for told in answers:
-        message, seconds = told[what]
+        message = told[what]
         assert message.startswith("RuntimeError: ContextParallel.")
         assert f"{term} of rank 1 differs from rank 0" in message
         assert message.endswith("; nothing was sent")
         assert what != "call" or "(rank 0 calls write_kv, rank 1 calls gather)" in message
         assert what != "history" or re.search(r"\(rank 0 makes call \d+, rank 1 makes", message)
-        assert seconds < 1 + BUSY
 
 
 @pytest.mark.parametrize(
@@ -74,14 +72,13 @@ def test_disagreement_is_told_to_all_ranks_before_rows_are_sent(answers, what, t
 )
 def test_refused_arguments_of_one_rank_are_told_to_all(answers, what, own):
     for rank, told in enumerate(answers):
-        message, seconds = told[what]
+        message = told[what]
         if rank == worker.ODD_RANK:
             assert f"ValueError: ContextParallel.{own}" in message
         else:
             refused = "rank 1 refused its arguments; nothing was sent: ValueError: ContextParallel."
             assert f"{refused}{own}" in message
             assert len(message.partition("was sent: ")[2].encode()) <= 256
-        assert seconds < 1 + BUSY
 
 
 EXTENDS = [5, 1, 9]

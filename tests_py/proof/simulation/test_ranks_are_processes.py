@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cpattn_proof import simulate, simulate_script
+from support.time_limits import PATIENCE
 
 
 def meet():
@@ -227,7 +228,8 @@ def test_scripts_have_modules_arguments_and_output_of_their_own(text, size, said
     (tmp_path / "script.py").write_text(text)
     path = list(sys.path)
     try:
-        report = simulate_script(tmp_path / "script.py", ["--a", "b"], ranks=size, quiet=False)
+        options = {"ranks": size, "quiet": False, "time_limit": PATIENCE}
+        report = simulate_script(tmp_path / "script.py", ["--a", "b"], **options)
     finally:
         logging.getLogger("of_ranks").handlers.clear()
     assert report.proved, report.text()
