@@ -128,9 +128,27 @@ def test_no_kernel_of_the_hub_takes_its_place(monkeypatch: pytest.MonkeyPatch) -
     assert asked == ["flash_attention_3"]
 
 
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_keys_that_transformers_has_read(window: int | None) -> None:
-    """Release 5.24 passes keys of all sequences, one after another, with padding at the end."""
+FULL, SLIDING = (
+    {"sliding_window": WINDOW, "layer_types": [f"{kind}_attention"]} for kind in ("full", "sliding")
+)
+
+
+@pytest.mark.parametrize(
+    ("window", "config", "said"),
+    [
+        (None, {}, {}),
+        (None, FULL, {"sliding_window": None}),
+        (WINDOW, {}, {"sliding_window": WINDOW}),
+        (WINDOW, {"sliding_window": WINDOW}, {}),
+        (WINDOW, SLIDING, {}),
+    ],
+)
+def test_keys_that_transformers_has_read(window: int | None, config: Any, said: Any) -> None:
+    """Release 5.24 passes keys of all sequences, one after another, with padding at the end.
+
+    Layers of PhiMoE leave the window to their config.
+    """
+    module = SimpleNamespace(config=SimpleNamespace(**config), layer_idx=0)
     q_lens, kv_lens, padding = [3, 1, 20], [15, 33, 20], 4
     torch.manual_seed(0)
     q = torch.randn(sum(q_lens) + padding, 4, 16)
@@ -141,7 +159,7 @@ def test_keys_that_transformers_has_read(window: int | None) -> None:
     }
     heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
     out, _ = paged.paged_attention_forward(
-        None, *heads_first, None, **starts, sliding_window=window, scaling=0.25
+        module, *heads_first, None, **starts, **said, scaling=0.25
     )
     rows = sum(q_lens)
     assert not out[0, rows:].any()

@@ -43,6 +43,7 @@ MORE_CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **SLIDING, query_pre_attn_scalar=16),
     "phi": lambda: transformers.PhiConfig(**SIZES),
     "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "phimoe": lambda: transformers.PhimoeConfig(**SIZES, **EXPERTS, sliding_window=WINDOW),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES),
     "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=2.0),
     "glm4": lambda: transformers.Glm4Config(**SIZES),

@@ -160,6 +160,19 @@ def visibility_mask(
     return mask
 
 
+def window_of(module: Any, said: int | None) -> int | None:
+    """Return the sliding window of a layer: the said one, else that of its config.
+
+    Layers of PhiMoE and Qwen2-MoE do not say it: their masks have it, where there are masks.
+    """
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if said is not None or not (kinds is None or kinds[module.layer_idx] == "sliding_attention"):
+        return said
+    window: int | None = getattr(config, "sliding_window", None) or None
+    return window
+
+
 def _is_traced(x: Any) -> bool:
     """Tell whether a number is known only when a graph runs."""
     return isinstance(x, torch.Tensor) and torch.compiler.is_compiling()

@@ -16,7 +16,7 @@ from ..._types import AnyTensor
 from ...attention import default_scale, plan_attention, run_attention
 from .._ragged import RaggedPages
 from .contiguous import UNSUPPORTED, check_supported, float_sinks
-from .masks import FUNCTION
+from .masks import FUNCTION, window_of
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def paged_attention_forward(
     batch = _batch_of(cu_seq_lens_q)
     rows = [x[0].transpose(0, 1) for x in (key, value)]
     if cache is None:
-        window = options.get("sliding_window")
+        window = window_of(module, options.get("sliding_window"))
         plan, ragged = batch.read(rows[0], rows[1], query.shape[1], cu_seq_lens_k, window)
         k_pages, v_pages = map(ragged.of, rows)
     else:

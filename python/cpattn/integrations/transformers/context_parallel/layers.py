@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....attention import default_scale
 from ..contiguous import UNSUPPORTED, check_supported, float_sinks
+from ..masks import window_of
 from ..mla import absorb, absorb_mla, keeps_latents, project
 
 NAME = "cpattn_over_ranks"
@@ -65,10 +66,11 @@ def attention_over_ranks(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or not causal:
         raise ValueError(f"{ENGINE}: attention must be causal, without a mask of the layer's own")
+    window = window_of(module, sliding_window)
     scale = default_scale(NAME, query.shape[-1]) if scaling is None else scaling
     given: dict[str, Any] = {
         "scale": scale,
-        "window": sliding_window - 1 if sliding_window else None,
+        "window": window - 1 if window else None,
         "softcap": float(softcap or 0.0),
         "sinks": float_sinks(s_aux),
     }
