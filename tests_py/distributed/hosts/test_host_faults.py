@@ -83,7 +83,7 @@ def test_interrupt_ends_a_wait(tmp_path):
 def test_two_groups_on_a_host_of_which_one_loses_a_rank(tmp_path):
     """Ranks 0 and 1 share a pool, ranks 2 and 3 another: the second pair never notices."""
     (told, seconds, later), killed, *others = run_world(
-        4, tmp_path, worker.run_two_groups_and_a_loss
+        4, tmp_path, worker.run_two_groups_and_a_loss, tmp_path
     )
     assert killed is None
     assert re.match(
