@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpattn/attention/attention_plan_state.h"
 #include "testing.h"
 
 namespace cpattn {
@@ -338,8 +339,13 @@ TEST(PlanAttention, RangesOfKeysAscendWithinTheirSequence) {
     EXPECT_EQ(refusal(ranges).find("test: key_ranges must lie in [0, kv_len = " + where), 0U);
   }
   EXPECT_TRUE(batch.key_ranges.empty());
-  set_key_ranges("test", std::vector<int64_t>{2, 3, 2, 10, 0, 5}, batch);
+  set_key_ranges("test", Ints{2, 3, 2, 10, 0, 5}, batch);
   EXPECT_EQ(batch.key_ranges, (std::vector<int32_t>{2, 3, 2, 10, 0, 5}));
+  Ints lens;
+  batch.pages =
+      page_table_from_csr("test", Ints{0, 1, 2}, Ints{4, 3}, Ints{10, 5}, 16, 1 << 20, lens);
+  const AttentionPlan plan = plan_attention("test", batch, 0);
+  EXPECT_EQ(plan_of(state_of(plan)), plan);
 }
 
 TEST(PlanAttention, IsAValue) {

@@ -117,8 +117,9 @@ def test_logits_are_those_of_the_model(answers, expected):
                     assert_logits_close(ours[i], theirs)
             assert "room for another of its max_new_tokens" in found["full"]
             assert "decode: tokens[43] must be an integer, got float" in found["real"]
-            assert rank or "rank 1 refused its arguments; nothing was sent" in found["real"]
-            assert "tokens of rank 1 differs from rank 0; nothing was sent" in found["other"]
+            if len(answers) > 1:
+                assert rank or "rank 1 refused its arguments; nothing was sent" in found["real"]
+                assert "tokens of rank 1 differs from rank 0; nothing was sent" in found["other"]
             assert found["none"] == [[0, 64], [0, 64]]
 
 
