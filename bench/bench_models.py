@@ -76,9 +76,11 @@ def rows_of(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
     others = peers.alone(folder, dtype)
     engines = peers.engines(folder, dtype, tokens // PAGE_SIZE)
     try:
+        forecasts = None
         for case in chosen:
-            # A machine's rates drift: those of a case are measured just before it.
-            forecasts = Forecasts.measured(layer_of(dtype, quick=quick))
+            # A machine's rates drift: those of a long case are measured just before it.
+            if forecasts is None or not quick:
+                forecasts = Forecasts.measured(layer_of(dtype, quick=quick))
             of = steps.of_case([*others, *engines], case, long=arguments.long)
             budget = 0.01 if quick else arguments.budget
             rows = steps.measure(of, case, budget, forecasts.of(of, case), dtype)
