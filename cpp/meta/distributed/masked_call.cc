@@ -70,7 +70,7 @@ SequenceCall masked_call(
   std::vector<uint8_t> bits;
   for (std::size_t begin = 0, end = 0; begin < rows.size(); begin = end) {
     const int64_t request = rows[begin].request;
-    // Both bounds ascend with the rows of a request.
+    // The first and last keys of a request's rows ascend.
     const int64_t low = rows[begin].first - rows[begin].first % step;
     int64_t high = 0;
     for (; end < rows.size() && end < begin + kBlockRows && rows[end].request == request; ++end) {
