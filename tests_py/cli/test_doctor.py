@@ -193,6 +193,7 @@ def test_a_process_needs_numpy_and_click_only():
     program = (
         f"import sys\nfor name in {others}: sys.modules[name] = None\n"
         "sys.argv = ['cpattn', 'doctor', '--json']\n"
+        "from cpattn.doctor import engines\nengines._STATEMENTS.clear()  # which have a test\n"
         "from cpattn_terminal.main import main\nmain()\n"
     )
     run = subprocess.run(

@@ -136,6 +136,7 @@ EXAMPLE = re.compile(
 )
 #: Documents whose examples need the engine that they are about.
 OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
+OF_TRANSFORMERS = {"context_parallel_models", "transformers"}
 
 
 # PEFT 0.21 asks transformers 5.23 for a property by its former name.
@@ -145,7 +146,7 @@ OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
     [
         pytest.param(
             str(path.relative_to(ROOT)),
-            marks=pytest.mark.slow if "transformers" in path.stem else (),  # a slow import
+            marks=pytest.mark.slow if path.stem in OF_TRANSFORMERS else (),  # a slow import
         )
         for path in DOCUMENTS
         if path.stem not in OF_ENGINES and "```python\n" in path.read_text()
@@ -166,6 +167,7 @@ def test_examples_of_documents_print_what_these_show(name, monkeypatch, tmp_path
         sys.modules.pop("torch_npu", None)  # one example installs it for good
 
 
+@pytest.mark.slow  # an import of transformers
 def test_the_model_of_the_readme(tmp_path):
     import torch
     import transformers
