@@ -55,6 +55,11 @@ TEST(Pending, RowsOfTheNextUnitGoToTheirKeepers) {
       testing::message_of([&] { plan_pending(rows, 0, 8, 4, many, "pending"); }),
       "pending: keepers must have one rank per sequence (1), got 2"
   );
+  const RankRows two = rows_of({4, 6}, {4, 6});
+  EXPECT_EQ(
+      testing::message_of([&] { plan_pending(two, 0, 8, 4, HaloLens{0, 2}, "pending"); }),
+      "pending: keepers must be in [-1, 2), got 2 at index 1"
+  );
 }
 
 }  // namespace

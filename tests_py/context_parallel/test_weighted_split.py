@@ -68,6 +68,14 @@ def test_any_split(batch, weights, strategy, data):
     assert plans[0].imbalance == pytest.approx(worst)
 
 
+@given(batches, st.integers(1, 9))
+def test_pairs_of_tokens_in_turns(batch, cp_size):
+    plans = build_cp_metadata_all_ranks(
+        *lens(*zip(*batch, strict=True)), cp_size=cp_size, strategy="interleave"
+    )
+    assert plans[0].per_rank_pairs == [pairs_of(plan) for plan in plans]
+
+
 def test_pages_alone_give_all_ranks_equal_weights():
     options = {"cp_size": 4, "page_size": 32}
     alone, equal = (

@@ -32,6 +32,12 @@ def test_slots_are_where_the_block_tables_have_the_tokens(cp):
         plan.slots[0] = 1
     with pytest.raises(ValueError, match="read-only"):
         plan.block_tables[0, 0] = 1
+    slots = [*plan.slots.tolist(), 0, 0]  # padding tokens share a row
+    padded = cp.plan(*LENS, block_tables=TABLES, num_tokens=12, out_cache_loc=slots)
+    assert sorted(padded.own_slots) == sorted([*slots[:10], -1, 0])
+    pages, tables = cp.plan(*LENS, block_tables=[[0, 3, 9], [2, 7, -1]]).pages_in_order
+    assert pages.tolist() == [0, 2, 3, 7, 9]
+    assert tables.tolist() == [[0, 2, 4], [1, 3, -1]]
 
 
 def test_plans_are_equal_if_their_tokens_pages_and_slots_are(cp):

@@ -121,6 +121,8 @@ def test_from_tensor_takes_the_order_of_the_memory():
     empty = KVEntry.from_tensor(0, "k", latents[:0])
     assert (empty.nbytes, empty.item_len, empty.page_stride) == (0, 32, None)
     assert KVEntry.from_tensor(0, "k", latents[3:4]).nbytes == 32
+    one = np.lib.stride_tricks.as_strided(CACHE, (1, *CACHE.shape[1:]), (1, *CACHE.strides[1:]))
+    assert KVEntry.from_tensor(0, "k", one).nbytes == CACHE[:1].nbytes
 
 
 CACHE = np.zeros((PAGES, PAGE, HEADS, DIM), np.uint8)

@@ -248,6 +248,8 @@ def test_registrations_end_once_whoever_ends_them(engine):
     registration = register(engine, array)
     engine.close()
     registration.close()  # it ended with its engine
+    with register(engine):  # nothing ends without a call
+        pass
 
 
 def test_a_write_in_flight_keeps_what_is_unregistered_meanwhile(engine, monkeypatch):

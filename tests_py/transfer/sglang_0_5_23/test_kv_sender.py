@@ -210,7 +210,10 @@ REFUSED = {
         (group("0", 2), "attn_cp_rank must be an integer, got str"),
         (group(0, None), "attn_cp_size must be an integer, got NoneType"),
     ],
-    get_layer_shard_range: [({"rank": 3}, r"rank must be in \[0, 3\)")],
+    get_layer_shard_range: [
+        ({"rank": 3}, r"rank must be in \[0, 3\)"),
+        ({"total_layers": -1}, "total_layers must be >= 0, got -1"),
+    ],
     is_elided_entry: [
         ({"src_len": -1}, "src_len must be >= 0, got -1"),
         ({"dst_index": -1}, "dst_index must be >= 0, got -1"),
@@ -219,6 +222,7 @@ REFUSED = {
     pull_targets: [
         ({"engine_rank": -1}, "engine_rank must be >= 0, got -1"),
         ({"prefill_tp_size": 3}, "one of .* must divide the other, got 3 and 2"),
+        ({"prefill_tp_size": 0}, "prefill_tp_size must be >= 1, got 0"),
         ({"decode_tp_size": 0}, "decode_tp_size must be >= 1, got 0"),
         (
             BY_PAGES | {"prefill_tp_size": 4},
