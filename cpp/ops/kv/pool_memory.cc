@@ -2,6 +2,7 @@
 #include "cpattn/kv/pool_memory.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -47,7 +48,13 @@ struct LiveMemory {
 };
 
 LiveMemory& live_memory() {
-  static auto* const memory = new LiveMemory;  // never freed: pools may live until the very end
+  static LiveMemory* const memory = [] {
+    static auto* const made = new LiveMemory;  // never freed: pools may live until the very end
+    // A fork waits for the other threads, which could not unlock the child's mutex.
+    const auto unlock = [] { made->mutex.unlock(); };
+    pthread_atfork([] { made->mutex.lock(); }, unlock, unlock);
+    return made;
+  }();
   return *memory;
 }
 
