@@ -35,7 +35,6 @@ TESTS = [
     "test_context_parallel_[gps]*.py",
     "test_distributed_plan.py",
     "test_dsa_metadata*.py",
-    "test_exchange_choice.py",
     "test_fia_errors.py",
     "test_halo.py",
     "test_key_shares.py",
