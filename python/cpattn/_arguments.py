@@ -58,10 +58,10 @@ def part(owner: Any, names: str | tuple[str, ...], function: str, argument: str)
         ) from error
 
 
-def shown(value: Any) -> str:
+def shown_list(value: Any) -> str:
     """Return a repr with the first elements of a list."""
     if isinstance(value, list) and len(value) > MAX_SHOWN:
-        return f"[{', '.join(map(shown, value[:MAX_SHOWN]))}, ... {len(value)} in all]"
+        return f"[{', '.join(map(shown_list, value[:MAX_SHOWN]))}, ... {len(value)} in all]"
     if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(shown_list, value))}]"
     return repr(value)

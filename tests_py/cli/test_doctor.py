@@ -192,9 +192,8 @@ def test_a_process_needs_numpy_and_click_only():
     others = ("rich", "torch", "matplotlib", "jinja2", "vllm", "sglang", "transformers")
     program = (
         f"import sys\nfor name in {others}: sys.modules[name] = None\n"
-        "sys.argv = ['cpattn', 'doctor', '--json']\n"
-        "from cpattn.doctor import engines\nengines._STATEMENTS.clear()  # which have a test\n"
-        "from cpattn_terminal.main import main\nmain()\n"
+        "sys.argv = ['cpattn', 'doctor', '--json']\nfrom cpattn.doctor import engines\n"
+        "from cpattn_terminal.main import main\nengines._STATEMENTS.clear()\nmain()\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program],

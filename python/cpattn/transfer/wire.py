@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .._arguments import items, shown
+from .._arguments import items, shown_list
 from .._types import AnyTensor
 
 WIDTHS = {"I": 4, "i": 4, "Q": 8}
@@ -249,7 +249,7 @@ class _Message:
         return self.to_frames() == other.to_frames()
 
     def __repr__(self) -> str:
-        items = (f"{item.name}={shown(getattr(self, item.name))}" for item in fields(self))  # type: ignore[arg-type]
+        items = (f"{item.name}={shown_list(getattr(self, item.name))}" for item in fields(self))  # type: ignore[arg-type]
         return f"{type(self).__name__}({', '.join(items)})"
 
 

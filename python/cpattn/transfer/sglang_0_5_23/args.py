@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ..._arguments import has, integer, items, part, shown
+from ..._arguments import has, integer, items, part, shown_list
 
 
 class KVArgs(SimpleNamespace):
@@ -53,7 +53,7 @@ class KVArgs(SimpleNamespace):
     dcp_rank: int = 0
 
     def __repr__(self) -> str:
-        fields = (f"{name}={shown(value)}" for name, value in vars(self).items())
+        fields = (f"{name}={shown_list(value)}" for name, value in vars(self).items())
         return f"KVArgs({', '.join(fields)})"
 
 
