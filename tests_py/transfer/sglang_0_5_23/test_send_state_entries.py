@@ -108,7 +108,6 @@ REFUSALS = [
     ([8], [8], {"ids": ([7], [5])}, RuntimeError, "missing a transfer entry for model layer 7"),
     ([8, 8], [8, 8], {"ids": ([5], [5, 6])}, RuntimeError, "src metadata=1 entries=2, dst metadat"),
     # The next ones are refused even if a rank has nothing to send.
-    ([8], [8], {"pp_size": 0}, ValueError, "pp_size must be >= 1, got 0"),
     ([8], [8], {"kv_shard_size": 0}, ValueError, "kv_shard_size must be >= 1, got 0"),
     ([8], [8], {"dst_state_layer_ids": [["a"]]}, TypeError, "dst_state_layer_ids"),
     ([8], [8], {"dst_state_item_lens": [[8]] * 2}, ValueError, "components must be as many .*: 2"),
