@@ -136,7 +136,7 @@ EXAMPLE = re.compile(
 )
 #: Documents whose examples need the engine that they are about.
 OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
-OF_TRANSFORMERS = {"context_parallel_models", "transformers"}
+OF_TRANSFORMERS = {"around_transformers", "context_parallel_models", "transformers"}
 
 
 # PEFT 0.21 asks transformers 5.23 for a property by its former name.

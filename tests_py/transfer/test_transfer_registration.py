@@ -248,7 +248,7 @@ def test_registrations_end_once_whoever_ends_them(engine):
     registration = register(engine, array)
     engine.close()
     registration.close()  # it ended with its engine
-    with register(engine):  # nothing ends without a call
+    with register(engine):  # without memory it ends without a call of the engine
         pass
 
 
