@@ -324,23 +324,20 @@ class Pool {
   std::atomic<int> num_cpus_{usable_cpus()};
 };
 
-Pool* shared_pool = nullptr;
+// Made when the library is loaded, since a fork while a thread makes it would leave a child that
+// waits for that thread.
+Pool* pool = new Pool;
 
-Pool& pool() {
-  static const bool registered = [] {
-    shared_pool = new Pool;
-    // Workers do not survive a fork. The parent's pool is locked across it, so
-    // that the child never sees it half changed, and then replaced.
-    const auto replace = [] {
-      shared_pool->lose_workers();
-      shared_pool = new Pool;
-    };
-    pthread_atfork([] { shared_pool->lock(); }, [] { shared_pool->unlock(); }, replace);
-    return true;
-  }();
-  static_cast<void>(registered);
-  return *shared_pool;
-}
+// Workers do not survive a fork. The parent's pool is locked across it, so that the child never
+// sees it half changed, and then replaced.
+[[maybe_unused]] const int registered = pthread_atfork(
+    [] { pool->lock(); },
+    [] { pool->unlock(); },
+    [] {
+      pool->lose_workers();
+      pool = new Pool;
+    }
+);
 
 /// Runs a job on the caller's thread and on the threads of a team that it has seats for; the other
 /// threads of the team return at once.
@@ -388,7 +385,7 @@ void parallel_for(int64_t num_items, int num_threads, ItemFunction function) {
   } else if (const GompParallel start = openmp()) {
     run_in_team(job, start);
   } else {
-    pool().run(job);
+    pool->run(job);
   }
   job.rethrow();
 }

@@ -87,27 +87,25 @@ struct Session {
   std::set<std::string> functions;  // of all traces: records point into it
 };
 
-Session& session() {
-  static Session& instance = []() -> Session& {
-    static auto* made = new Session;  // threads may outlive the static objects
-    pthread_atfork(
-        [] { made->mutex.lock(); }, [] { made->mutex.unlock(); },
-        [] {
-          active_session.store(0, std::memory_order_relaxed);
-          made->mutex.unlock();
-        }
-    );
-    return *made;
-  }();
-  return instance;
-}
+// Made when the library is loaded, as the pool of threads is.
+Session& session = []() -> Session& {
+  static auto* const made = new Session;  // threads may outlive the static objects
+  pthread_atfork(
+      [] { made->mutex.lock(); }, [] { made->mutex.unlock(); },
+      [] {
+        active_session.store(0, std::memory_order_relaxed);
+        made->mutex.unlock();
+      }
+  );
+  return *made;
+}();
 
 /// A copy of the name that lives as long as the process; null if there is no memory for it.
 const char* interned(const char* name) {
   if (name == nullptr) return nullptr;
-  const std::scoped_lock lock(session().mutex);
+  const std::scoped_lock lock(session.mutex);
   try {
-    return session().functions.emplace(name).first->c_str();
+    return session.functions.emplace(name).first->c_str();
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
@@ -133,13 +131,13 @@ ThreadState* state_in(uint64_t id) {
   if (id == 0) return nullptr;
   thread_local ThreadState state;
   if (state.session == id) return &state;
-  const std::scoped_lock lock(session().mutex);
+  const std::scoped_lock lock(session.mutex);
   if (active_session.load(std::memory_order_relaxed) != id) return nullptr;
-  auto& buffers = session().buffers;
+  auto& buffers = session.buffers;
   if (buffers.size() > UINT16_MAX) return nullptr;
   try {
     buffers.push_back(
-        std::make_shared<Buffer>(session().max_events, static_cast<uint16_t>(buffers.size()))
+        std::make_shared<Buffer>(session.max_events, static_cast<uint16_t>(buffers.size()))
     );
   } catch (const std::bad_alloc&) {
     return nullptr;
@@ -161,26 +159,26 @@ bool tracing() { return active_session.load(std::memory_order_relaxed) != 0; }
 
 void start_trace(int64_t max_events) {
   check(max_events >= 1, "profile: max_events must be >= 1, got ", max_events);
-  const std::scoped_lock lock(session().mutex);
+  const std::scoped_lock lock(session.mutex);
   if (tracing()) {
     throw std::runtime_error(
         "profile: another profile of this process is running; they do not nest, nor run side by "
         "side"
     );
   }
-  session().buffers.clear();  // of a parent process
-  session().max_events = max_events;
-  session().begin = now();
-  active_session.store(++session().last, std::memory_order_relaxed);
+  session.buffers.clear();  // of a parent process
+  session.max_events = max_events;
+  session.begin = now();
+  active_session.store(++session.last, std::memory_order_relaxed);
 }
 
 Trace stop_trace() {
-  const std::scoped_lock lock(session().mutex);
+  const std::scoped_lock lock(session.mutex);
   if (!tracing()) throw std::runtime_error("profile: none is running in this process");
   active_session.store(0, std::memory_order_relaxed);
-  const int64_t begin = session().begin;
+  const int64_t begin = session.begin;
   Trace trace{.nanoseconds = now() - begin};
-  for (const auto& buffer : session().buffers) {
+  for (const auto& buffer : session.buffers) {
     trace.threads.push_back(buffer->description());
     for (const Record& record : buffer->records()) {
       trace.events.push_back({
@@ -195,7 +193,7 @@ Trace stop_trace() {
       });
     }
   }
-  session().buffers.clear();
+  session.buffers.clear();
   return trace;
 }
 

@@ -47,16 +47,15 @@ struct LiveMemory {
   std::map<uint64_t, Live> from;
 };
 
-LiveMemory& live_memory() {
-  static LiveMemory* const memory = [] {
-    static auto* const made = new LiveMemory;  // never freed: pools may live until the very end
-    // A fork waits for the other threads, which could not unlock the child's mutex.
-    const auto unlock = [] { made->mutex.unlock(); };
-    pthread_atfork([] { made->mutex.lock(); }, unlock, unlock);
-    return made;
-  }();
-  return *memory;
-}
+// Made when the library is loaded, since a fork while a thread makes it would leave a child that
+// waits for that thread. Never freed: pools may live until the very end.
+LiveMemory& live = []() -> LiveMemory& {
+  static auto* const made = new LiveMemory;
+  // A fork waits for the other threads, which could not unlock the child's mutex.
+  const auto unlock = [] { made->mutex.unlock(); };
+  pthread_atfork([] { made->mutex.lock(); }, unlock, unlock);
+  return *made;
+}();
 
 std::string error_text(int error) { return std::generic_category().message(error); }
 
@@ -183,7 +182,6 @@ std::shared_ptr<PoolMemory> PoolMemory::map(
 }
 
 std::shared_ptr<PoolMemory> PoolMemory::remember(std::shared_ptr<PoolMemory> memory) {
-  LiveMemory& live = live_memory();
   const std::scoped_lock lock(live.mutex);
   live.from[memory->addr()] = {memory->addr() + (memory->num_bytes() - 1), memory};
   return memory;
@@ -191,7 +189,6 @@ std::shared_ptr<PoolMemory> PoolMemory::remember(std::shared_ptr<PoolMemory> mem
 
 PoolMemory::~PoolMemory() {
   {
-    LiveMemory& live = live_memory();
     const std::scoped_lock lock(live.mutex);
     live.from.erase(addr());
   }
@@ -202,7 +199,6 @@ std::vector<std::shared_ptr<PoolMemory>> PoolMemory::find(uint64_t addr, uint64_
   std::vector<std::shared_ptr<PoolMemory>> found;  // outlives the lock, which release takes too
   if (size == 0) return found;
   const uint64_t last = addr + (size - 1);
-  LiveMemory& live = live_memory();
   const std::scoped_lock lock(live.mutex);
   auto next = live.from.upper_bound(addr);
   if (next != live.from.begin()) --next;  // begins before the range and may reach into it
