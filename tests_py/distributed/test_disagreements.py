@@ -65,7 +65,7 @@ def test_disagreement_is_told_to_all_ranks_before_rows_are_sent(answers, what, t
     ("what", "own"),
     [
         ("too few rows", "gather: x_local must have at least the 6 rows of rank 1, got 2"),
-        ("small pool", "write_kv: slots must be below the 4 rows of k_cache, got slots["),
+        ("small pool", "write_kv: slots must be below the 4 rows of k_cache, got "),
         ("small shard", "attend: the shard of rank 1"),
         ("unknown exchange", "decode: exchange must be one of"),
     ],

@@ -46,14 +46,25 @@ void run_write_pages(
   write_page_rows(read.function(), slot_list, parts);
 }
 
-/// Rows [num_rows, 1, width] of one kind, and pages of one token [num_slots, 1, 1, width].
-void run_write_slot_rows(py::handle slots, py::handle rows, py::handle pages) {
+/// Rows [num_rows, num_heads, width] of several kinds, each with its pool [num_slots, num_heads,
+/// width].
+void run_write_slot_rows(py::handle slots, py::handle rows, py::handle pools) {
   const Arguments read("write_slot_rows");
   auto slot_list = read.ints(slots, "slots");
-  const TensorArgument view = read.tensor(rows, "rows"), out = read.output(pages, "pages");
-  const PageRows part{.name = "rows", .pages_name = "pages", .rows = *view, .pages = *out};
+  const TensorListArgument from(read, rows, "rows");
+  const TensorListArgument to(read, pools, "pools", /*are_written=*/true);
+  check(from.views().size() == to.views().size(), read.function(), ": each of rows needs a pool");
+  std::vector<PageRows> parts;
+  for (std::size_t i = 0; i < to.views().size(); ++i) {
+    parts.push_back({
+        .name = "rows",
+        .pages_name = "pools",
+        .rows = from.views()[i],
+        .pages = heads_first(to.views()[i], KVAxisOrder::nhd),
+    });
+  }
   const Computation computation;
-  write_page_rows(read.function(), slot_list, {&part, 1});
+  write_page_rows(read.function(), slot_list, parts);
 }
 
 void run_move_rows(
@@ -77,7 +88,7 @@ void register_page_rows(py::module_& module) {
       "kv_layout"_a, "k_scale"_a, "v_scale"_a
   );
   module.def("move_rows", &run_move_rows, "sources"_a, "targets"_a, "caches"_a, "kv_layout"_a);
-  module.def("write_slot_rows", &run_write_slot_rows, "slots"_a, "rows"_a, "pages"_a);
+  module.def("write_slot_rows", &run_write_slot_rows, "slots"_a, "rows"_a, "pools"_a);
 }
 
 }  // namespace cpattn::bindings

@@ -28,6 +28,7 @@ from .key_scratch import key_scratch
 from .layer import RankLayer
 from .partials import ShardInputs
 from .rounds import head_rounds, side_by_side
+from .rows import put_rows
 from .sharded_write import Heads, OwnerRoutes, Routed
 
 Part = list[_core.HeadShare]  # some heads of each rank
@@ -76,7 +77,7 @@ def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | 
         received, going = [], []
         for result in of_tokens:
             rows = torch.empty_like(result)
-            rows[tokens] = result
+            put_rows([rows], tokens, [result])
             received.append(
                 [
                     rows.new_empty(plan.num_local_rows, share.num_heads, rows.shape[2])
@@ -140,7 +141,7 @@ def _begin_own_heads(
     rows = scratch.sent_rows[exchange.rank]
     mine = part[exchange.rank]
     received = [
-        inputs.k.new_empty(len(scratch.slots), mine.num_kv_heads, dim) for dim in inputs.kv_dims
+        inputs.k.new_empty(sum(scratch.counts), mine.num_kv_heads, dim) for dim in inputs.kv_dims
     ]
     sends = [inputs.take(rows, share.kv) for share in part]
     posted = [

@@ -108,7 +108,9 @@ class _Gather:
         num_heads = heads.stop - heads.start
         rows = [x.unflatten(1, (num_heads, -1)) for x in self.exchange.arrived(arriving)]
         if self.new is not None:
-            self.new.store_heads(heads, [take_rows(x, self.scratch.new_rows) for x in rows])
+            self.new.store_heads(
+                heads, self.new.slots, [take_rows(x, self.scratch.new_rows) for x in rows]
+            )
         keys = self.scratch.filled(rows)
         if cached is not None:
             scratch, columns = cached
@@ -151,17 +153,19 @@ class _SharedGather:
             rows = [x.unflatten(1, (num_heads, -1)) for x in arrived]
         ranks = sorted((rails.rank, *rails.sources))
         slots = torch.cat([layer.scratch.slots_by_rank[rank] for rank in ranks])
-        placed = torch.nonzero(slots >= 0).view(-1)
         unfilled = layer.scratch.unfilled[self.host.rank :: self.host.size]
         keys, _ = _keys_in(self.buffers[buffer], layer, heads)
-        for whole, part in zip(keys, rows, strict=True):
-            put_rows(whole, slots[placed], take_rows(part, placed))
+        put_rows(keys, slots, rows)
+        for whole in keys:
             whole.view(torch.uint8).index_fill_(0, unfilled, 0)
         with _core.TraceSpan(_core.TraceScope.gather):
             layer.exchange.meet_host("attend")
         if layer.new is not None:
-            held = layer.scratch.new_slots[layer.new.sources]
-            layer.new.put_heads(heads, [take_rows(x, held) for x in keys])
+            held = layer.new.slots >= 0
+            places = layer.scratch.new_slots[torch.from_numpy(held)]
+            layer.new.store_heads(
+                heads, layer.new.slots[held], [take_rows(x, places) for x in keys]
+            )
         layer.outputs.attend(heads, layer.scratch.block_tables, keys)
 
 

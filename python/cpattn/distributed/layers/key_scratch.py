@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..plans.sharded_plan import ShardedPlan
-from .rows import put_rows, take_rows
+from .rows import put_rows
 
 
 class Part(NamedTuple):
@@ -50,17 +50,6 @@ class KeyScratch:
         return [len(rows) + new for rows, new in zip(self.sent_rows, self.num_new, strict=True)]
 
     @cached_property
-    def sources(self) -> torch.Tensor | None:
-        """Rows that have slots; None for all rows."""
-        placed = torch.nonzero(self.every_slot >= 0).view(-1)
-        return None if len(placed) == len(self.every_slot) else placed
-
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        """Slots of `sources`."""
-        return self.every_slot if self.sources is None else self.every_slot[self.sources]
-
-    @cached_property
     def slots_by_rank(self) -> tuple[torch.Tensor, ...]:
         """Slot of each row of each rank, -1 for none."""
         return self.every_slot.split(self.counts)
@@ -74,7 +63,7 @@ class KeyScratch:
     def unfilled(self) -> torch.Tensor:
         """Slots that receive no row."""
         free = torch.ones(self.num_slots, dtype=torch.bool, device="cpu")
-        free[self.slots] = False
+        free[self.every_slot[self.every_slot >= 0]] = False
         return torch.nonzero(free).view(-1)
 
     def filled(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -85,10 +74,7 @@ class KeyScratch:
 
     def fill(self, scratch: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
         """Put rows into their places in scratch that already has other rows."""
-        for whole, rows in zip(scratch, received, strict=True):
-            put_rows(
-                whole, self.slots, rows if self.sources is None else take_rows(rows, self.sources)
-            )
+        put_rows(scratch, self.every_slot, received)
 
 
 def key_scratch(plan: ShardedPlan, window: int | None, part: Part = WHOLE) -> KeyScratch:

@@ -19,6 +19,7 @@ from ...merge import merge_states
 from ..plans.sequence_call import Positions, SequenceCall
 from ..plans.tokens import NewTokens
 from ..transport.terms import digest, term
+from .rows import put_rows
 from .shard_keys import ShardKeys, slots_of
 
 
@@ -277,8 +278,7 @@ def attend_part(
         None if k_rope is None else k_rope[:whole], options.of_slots(whole),
         biases=options.biases(call, positions),
     )  # fmt: skip
-    state.out.index_copy_(0, call.rows, part)
-    state.lse.index_copy_(0, call.rows, lse)
+    put_rows([state.out, state.lse], call.rows, [part, lse])
     return state
 
 

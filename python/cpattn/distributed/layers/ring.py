@@ -193,8 +193,7 @@ class _HostRing(Ring):
         block = self.room(0, heads)
         taken = self.inputs.take(torch.from_numpy(keys.row), heads)
         wholes = block_tensors(block, self.inputs, pages, heads.stop - heads.start)
-        for whole, own in zip(wholes, taken, strict=True):
-            put_rows(whole, torch.from_numpy(slots), own)
+        put_rows(wholes, slots, taken)
         self._meet()
         return block
 

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ... import _core
 from ..plans.plan import ContextParallelPlan
+
+Indices = NDArray[np.int64] | torch.Tensor
 
 
 def check_tensor(call: str, name: str, x: torch.Tensor) -> None:
@@ -80,10 +83,9 @@ def pool_rows(
     check_written(call, name, cache)
     pool = cache.view(-1, prod(cache.shape[-2:]))
     if len(slots) and slots.max() >= len(pool):
-        i = int(slots.argmax())
         raise ValueError(
             f"ContextParallel.{call}: slots must be below the {len(pool)} rows of {name}, "
-            f"got slots[{i}] = {slots[i]}"
+            f"got {slots.max()}"
         )
     return pool
 
@@ -94,29 +96,26 @@ class NewRows:
 
     rows: list[torch.Tensor]  # [num_local_rows, width]
     pools: list[torch.Tensor]  # [num_slots, width]
-    slots: torch.Tensor  # to write
-    sources: torch.Tensor  # index among the rows of all ranks, one for each slot
+    slots: NDArray[np.int64]  # of the rows of all ranks; -1 for those that are not written
 
     def store(self, gathered: Sequence[torch.Tensor]) -> None:
         """Write the rows of all ranks that belong into this rank's pools."""
-        # All are made before any is written: memory may run out at the second.
-        chosen = [take_rows(rows, self.sources) for rows in gathered]
-        for pool, rows in zip(self.pools, chosen, strict=True):
-            put_rows(pool, self.slots, rows)
+        put_rows(self.pools, self.slots, gathered)
 
-    def store_heads(self, heads: slice, gathered: Sequence[torch.Tensor]) -> None:
-        """Write some heads of all ranks' rows, [num_tokens, len(heads), dim], into the pools."""
-        self.put_heads(heads, [take_rows(new, self.sources) for new in gathered])
-
-    def put_heads(self, heads: slice | list[int], chosen: Sequence[torch.Tensor]) -> None:
-        """Write only the rows of `sources`, [len(sources), len(heads), dim]."""
-        for pool, new in zip(self.pools, chosen, strict=True):
-            by_heads = pool.unflatten(1, (-1, new.shape[2]))
-            if isinstance(heads, slice):
-                put_rows(by_heads[:, heads], self.slots, new)
-                continue
+    def store_heads(
+        self, heads: slice | list[int], slots: Indices, gathered: Sequence[torch.Tensor]
+    ) -> None:
+        """Write some heads of rows [num_rows, len(heads), dim] into slots of the pools."""
+        if not isinstance(heads, slice):
             for i, head in enumerate(heads):
-                put_rows(by_heads[:, head], self.slots, new[:, i])
+                one = [rows[:, i : i + 1] for rows in gathered]
+                self.store_heads(slice(head, head + 1), slots, one)
+            return
+        pools = [
+            pool.unflatten(1, (-1, rows.shape[2]))[:, heads]
+            for pool, rows in zip(self.pools, gathered, strict=True)
+        ]
+        put_rows(pools, slots, gathered)
 
 
 def new_rows(
@@ -126,15 +125,10 @@ def new_rows(
     cp_rank: int,
     page_size: int,
     slots: NDArray[np.int64],
-    sources: torch.Tensor,
     local: Sequence[torch.Tensor | None],
     caches: Sequence[torch.Tensor | None],
 ) -> NewRows:
-    """Check rows of keys, and of values if there are any, against their caches.
-
-    `names` are those of the caches; `slots` and `sources` are as in `NewRows`, but slots of -1 are
-    not written.
-    """
+    """Check rows of keys, and of values if there are any, against their caches, called `names`."""
     (k_local, v_local), (k_cache, v_cache) = local, caches
     if (v_local is None) != (v_cache is None):
         missing = "v_local" if v_local is None else names[1]
@@ -150,10 +144,8 @@ def new_rows(
     if v_local is not None and v_cache is not None:
         rows.append(rows_of(call, num_rows, cp_rank, "v_local", v_local))
         pools.append(pool_rows(call, page_size, slots, names[1], v_cache, v_local))
-    written = slots >= 0
-    return NewRows(
-        rows, pools, torch.from_numpy(slots[written]), sources[torch.from_numpy(written)]
-    )
+    shortest = min(map(len, pools))
+    return NewRows(rows, [pool[:shortest] for pool in pools], slots)
 
 
 def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -163,11 +155,18 @@ def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8).index_select(0, rows).view(x.dtype)
 
 
-def put_rows(x: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Write some rows of x, also of codes."""
-    if x.element_size() == 1:
-        x, values = x.view(torch.uint8), values.view(torch.uint8)
-    x.index_copy_(0, rows, values)
+def put_rows(pools: Sequence[torch.Tensor], slots: Indices, rows: Sequence[torch.Tensor]) -> None:
+    """Write row i of each of `rows` into row ``slots[i]`` of its pool; -1 skips a row.
+
+    Rows are [num_rows, width] or [num_rows, heads, dim], of any dtype.
+    """
+    read = [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+    _core.write_slot_rows(slots, [_as_bytes(x) for x in read], [_as_bytes(x) for x in pools])
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return rows of any dtype as [num_rows, heads, bytes]."""
+    return (x.unsqueeze(1) if x.ndim == 2 else x).detach().view(torch.uint8)
 
 
 def plan_rows(
@@ -178,6 +177,6 @@ def plan_rows(
 ) -> NewRows:
     """Return rows of keys and values for caches that hold all tokens."""
     return new_rows(
-        call, ("k_cache", "v_cache"), plan.num_local_rows, plan.cp_rank, plan.page_size, plan.slots,
-        plan.gathered_rows, local, caches,
+        call, ("k_cache", "v_cache"), plan.num_local_rows, plan.cp_rank, plan.page_size,
+        plan.row_slots, local, caches,
     )  # fmt: skip

@@ -75,7 +75,8 @@ class OwnerRoutes:
             received.unflatten(1, (-1, rows.shape[2]))
             for received, rows in zip(self._exchange.routed(routed), self._rows, strict=True)
         ]
-        self._new.put_heads(heads, chosen)
+        held = self._new.slots[self._new.slots >= 0]
+        self._new.store_heads(heads, held, chosen)
 
 
 def write_own(
@@ -97,9 +98,8 @@ def shard_rows(
     shards: Sequence[torch.Tensor | None],
 ) -> NewRows:
     """Return rows of keys and values, and those of all ranks that this rank's shards receive."""
-    held = np.flatnonzero(plan.batch.owner == plan.cp_rank)
     return new_rows(
         call, ("k_shard", "v_shard"),
         plan.num_tokens if isinstance(plan, DecodePlan) else plan.num_local_rows, plan.cp_rank,
-        plan.page_size, plan.batch.local_slots[held], torch.from_numpy(held), local, shards,
+        plan.page_size, plan.batch.slots_of(plan.cp_rank), local, shards,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
 from ..transport.roll_call import Host
 from ..transport.row_bytes import ArrivingRows
-from .rows import NewRows, put_rows, take_rows
+from .rows import NewRows, put_rows
 
 
 def shared_digest(
@@ -49,11 +49,8 @@ class SharedRows:
     def write_own(self) -> None:
         """Write the rows that this rank has computed, in all heads."""
         slots = self._plan.own_slots
-        for pool, rows in zip(self._new.pools, self._new.rows, strict=True):
-            if rows.numel():
-                _core.write_slot_rows(
-                    slots, _as_bytes(rows)[:, None], _as_bytes(pool)[:, None, None]
-                )
+        if len(slots):
+            put_rows(self._new.pools, slots, self._new.rows)
 
     def begin(self, rows: Sequence[torch.Tensor], buffer: int = 0) -> ArrivingRows | None:
         """Begin to exchange rows [num_local_rows, width], as `RowExchange.begin_rows`.
@@ -76,16 +73,10 @@ class SharedRows:
         counts = self._rails.kept_counts(self._plan.rows_per_rank)
         ends = list(accumulate(counts))
         for source in self._rails.sources:
-            slots = torch.from_numpy(self._plan.slots_by_rank[source])
-            written = torch.nonzero(slots >= 0).view(-1)
-            for pool, all_rows in zip(self._new.pools, gathered, strict=True):
-                rows = all_rows[ends[source] - counts[source] : ends[source]]
-                if heads is not None:
-                    rows = rows.unflatten(1, (heads.stop - heads.start, -1))
-                    pool = pool.unflatten(1, (-1, rows.shape[2]))[:, heads]
-                put_rows(pool, slots[written], take_rows(rows, written))
-
-
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows of any dtype as [num_rows, bytes of a row]."""
-    return (rows if rows.stride(1) == 1 else rows.contiguous()).detach().view(torch.uint8)
+            slots = self._plan.slots_by_rank[source]
+            rows = [x[ends[source] - counts[source] : ends[source]] for x in gathered]
+            if heads is None:
+                put_rows(self._new.pools, slots, rows)
+            else:
+                by_heads = [x.unflatten(1, (heads.stop - heads.start, -1)) for x in rows]
+                self._new.store_heads(heads, slots, by_heads)

@@ -123,7 +123,7 @@ class _RowRing(Ring):
             received = whole.new_empty(sum(map(len, slots)), *whole.shape[1:])
             parts = received.split([len(x) for x in slots])
             _swap(self.exchange, place, [x[i] for x in sends], parts)
-            put_rows(whole, torch.from_numpy(np.concatenate(slots)), received)
+            put_rows([whole], np.concatenate(slots), [received])
             wholes.append(whole)
         return wholes
 

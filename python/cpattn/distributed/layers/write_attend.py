@@ -54,7 +54,9 @@ def write_and_attend(
             shared.finish(arriving, heads)
         elif arriving is not None:
             by_heads = (heads.stop - heads.start, -1)
-            new.store_heads(heads, [x.unflatten(1, by_heads) for x in exchange.arrived(arriving)])
+            new.store_heads(
+                heads, new.slots, [x.unflatten(1, by_heads) for x in exchange.arrived(arriving)]
+            )
         _attend(layer, heads, outputs)
 
     with exchange.without_return():

@@ -105,10 +105,14 @@ class ContextParallelPlan:
     @cached_property
     def slots_by_rank(self) -> list[NDArray[np.int64]]:
         """Pool row of each token, as in `own_slots`, one rank after another."""
-        tokens = np.empty(self.num_tokens, np.int64)
-        tokens[self.gathered_rows.numpy()] = np.arange(self.num_tokens)
-        ends = np.cumsum(self.rows_per_rank)
-        return np.split(self._slots_written_once[tokens], ends[:-1])
+        return np.split(self.row_slots, np.cumsum(self.rows_per_rank)[:-1])
+
+    @cached_property
+    def row_slots(self) -> NDArray[np.int64]:
+        """Pool row of each row of all ranks, as in `own_slots`."""
+        slots = np.empty(self.num_tokens, np.int64)
+        slots[self.gathered_rows.numpy()] = self._slots_written_once
+        return slots
 
     @cached_property
     def _slots_written_once(self) -> NDArray[np.int64]:

@@ -98,8 +98,7 @@ def _select(
     codes, scale = inputs.take_index(torch.from_numpy(keys.rows[exchange.rank]))
     received = exchange.all_rows(_CALL, keys.counts, [codes] if scale is None else [codes, scale])
     by_request = [x.new_empty(x.shape) for x in received]
-    for whole, of_ranks in zip(by_request, received, strict=True):
-        put_rows(whole, torch.from_numpy(keys.place), of_ranks)
+    put_rows(by_request, keys.place, received)
     return indexer_topk(
         inputs.index_q, by_request[0], inputs.weights, begin, begin + visible, topk=inputs.topk,
         k_scale=None if scale is None else by_request[1],
