@@ -81,7 +81,7 @@ class Forecasts:
         batches = [([new], [behind + new]) for behind, new in chunks(case)]
         forecast = predict(
             batches, self.layer, rates, cp_size=size, placement=placement, overlap="full",
-            exchange="gather" if placement == "replicated" else "auto",
+            exchange="gather" if placement == "replicated" else "auto", cpus=CORES // size,
         )  # fmt: skip
         return forecast.model_seconds
 

@@ -50,7 +50,7 @@ def test_json_has_every_rank_as_the_library_predicts_it(tmp_path):
     arguments = ("--cp-size", "4,6", "--extend-lens", "13,40,9", "--prefix-lens", "64,0,7")
     shape = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--dtype", "float32")
     told = report(tmp_path / "plan.json", *arguments, *shape, *RATES, "--gather-gb-per-s", "3")
-    rates = Rates(gflops=900, threads=4, gather_gb_per_s=3)
+    rates = Rates(gflops=900, threads=4, gather_gb_per_s=3, store_gb_per_s=16)
     assert told["rates"] == vars(rates)
     assert told["sources"]["gather_gb_per_s"] == told["sources"]["threads"] == "given"
     assert told["sources"]["store_gb_per_s"] == "assumed"
@@ -166,7 +166,7 @@ def test_the_same_question_has_the_same_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(cpattn._core, "default_num_threads", lambda: 3)
     assert report(tmp_path / "b.json", "--cp-size=8..32") == first
     assert set(first["sources"].values()) == {"assumed"}
-    assert first["rates"] == vars(Rates(gflops=32 * 440, threads=32))
+    assert first["rates"] == vars(Rates(gflops=32 * 440, threads=32, store_gb_per_s=40))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,8 @@ def test_the_output_says_of_what_rates_are():
     assert f"Assumed, not measured: {rank}; {network}. --calibrate measures this machine." in text
     text = " ".join(plan("--cp-size=2", *RATES).output.split())
     assert f"Assumed, not measured: {network}. " in text
-    exchange = ("--gather-gb-per-s=9", "--latency-us=9", "--message-us=9", "--store-gb-per-s=9")
+    rates = ("gather-gb-per-s", "latency-us", "message-us", "store-gb-per-s")
+    exchange = [f"--{name}=9" for name in (*rates, "exchange-cpu-gb-per-s")]
     text = " ".join(plan("--cp-size=2", *RATES, *exchange).output.split())
     assert "assumed: --pack-rows 24 --row-keys 75 --call-us 6" in text
     assert "Assumed" not in text
@@ -235,7 +236,7 @@ SHARDED = ("--placement=page_interleave", "--page-size=16", *RATES)
 
 def test_placing_is_told_to_the_library(tmp_path):
     arguments = ("--cp-size=4", "--tokens=700", "--prefix=5000", "--strategy=zigzag", *SHARDED)
-    layer, rates = AttentionLayer(page_size=16), Rates(gflops=900, threads=4)
+    layer, rates = AttentionLayer(page_size=16), Rates(gflops=900, threads=4, store_gb_per_s=16)
     for exchange in ("gather", "ring", "pass_q", "all_to_all"):
         told = report(tmp_path / "p.json", *arguments, "--exchange", exchange, "--overlap=full")
         ways = {"placement": "page_interleave", "exchange": exchange, "overlap": True}
@@ -276,7 +277,7 @@ def test_a_step_of_decoding(tmp_path, monkeypatch):
     arguments = ("--cp-size=4,8", "--decode=3", "--prefix-lens=4000,9,700", "--threads=4")
     told = report(tmp_path / "d.json", *arguments, "--gflops=900")
     for record, size in zip(told["predictions"], (4, 8), strict=True):
-        rates = Rates(gflops=900, threads=4)
+        rates = Rates(gflops=900, threads=4, store_gb_per_s=16)
         step = predict_decode([4001, 10, 701], AttentionLayer(), rates, cp_size=size)
         assert record["keys"] == step.keys.tolist()
         assert record["sent_bytes"] == step.sent_bytes.tolist()

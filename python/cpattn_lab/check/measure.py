@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed.layers.partials import State, merged
+from cpattn.distributed.layers.rows import put_rows
 from cpattn.distributed.transport.exchange import RowExchange
 
 _HEADS, _DIM = 8, 128
@@ -27,33 +28,37 @@ def measure_exchange(
     Returns
     -------
     dict of str to float
-        ``gather_gb_per_s``, ``latency_us``, ``message_us`` and ``store_gb_per_s``, the same on all
-        ranks: medians, of the slowest rank. Empty for a group of one rank.
+        ``gather_gb_per_s``, ``latency_us``, ``message_us``, ``store_gb_per_s`` and
+        ``exchange_cpu_gb_per_s``, the same on all ranks: medians, of the slowest rank. Empty for a
+        group of one rank.
     """
     exchange = RowExchange(group)
     peers = exchange.size - 1
     if not peers:
         return {}
 
-    def seconds(function: Callable[[], object]) -> float:
+    def seconds(
+        function: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+    ) -> float:
         function()  # set up connections and buffers
         times = []
         for _ in range(repeats):
             dist.barrier(group)
-            begin = time.perf_counter()
+            begin = clock()
             function()
-            times.append(time.perf_counter() - begin)
+            times.append(clock() - begin)
         slowest = torch.tensor(median(times), dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
         return float(slowest)
 
-    def exchanging(rows: int) -> float:
+    def exchanging(rows: int) -> Callable[[], object]:
         parts = [torch.zeros(rows, _HEADS * _DIM, dtype=torch.bfloat16) for _ in "kv"]
         everyone = [rows] * exchange.size
-        return seconds(lambda: exchange.all_rows("measure", everyone, parts))
+        return lambda: exchange.all_rows("measure", everyone, parts)
 
     rows = -(-rank_bytes // _ROW_BYTES)
-    one_row, all_rows = exchanging(1), exchanging(rows)
+    one_row, all_rows = seconds(exchanging(1)), seconds(exchanging(rows))
+    cpu = max(seconds(exchanging(rows), time.process_time), 1e-6)
     message = seconds(lambda: _messages(group, _MESSAGES)) - seconds(lambda: _messages(group, 1))
     message = max(message, 0.0) / (_MESSAGES - 1) / peers
     # At least half of it is transfer time, even if a busy machine delayed a single row.
@@ -63,6 +68,7 @@ def measure_exchange(
         "latency_us": max(one_row - peers * message, 0.0) * 1e6,
         "message_us": message * 1e6,
         "store_gb_per_s": rows * _ROW_BYTES / seconds(_storing(rows)) / 1e9,
+        "exchange_cpu_gb_per_s": 2 * rows * _ROW_BYTES * peers / cpu / 1e9,
     }
 
 
@@ -81,7 +87,7 @@ def measure_merge(
         parts = []
         for _ in range(_MERGED_PARTS):
             out = part.new_zeros(part.shape)
-            out.index_copy_(0, order, part)
+            put_rows([out], order, [part])
             parts.append(State(out, lse))
         merged(parts, None)
 
@@ -105,7 +111,7 @@ def _storing(rows: int) -> Callable[[], None]:
 
     def store() -> None:
         for _ in "kv":
-            pool.index_copy_(0, slots, received.index_select(0, slots))
+            put_rows([pool], slots, [received])
 
     return store
 

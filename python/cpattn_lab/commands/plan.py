@@ -60,7 +60,7 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @of_model(
     "--overlap",
     "none",
-    "Exchange and store while attending; ahead: cached keys of the next layer, too.",
+    "Exchange while attending; ahead: cached keys of the next layer, too.",
     click.Choice(("none", "full", "ahead")),
 )
 @of_model(
@@ -124,7 +124,10 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @_of_rank("--gather-gb-per-s", "1.25", "GB/s into a rank or host, and out of it.", _RATE)
 @_of_rank("--latency-us", "200", "Microseconds of an exchange; a gather is two.")
 @_of_rank("--message-us", "20", "Microseconds for each peer in an exchange.")
-@_of_rank("--store-gb-per-s", "4", "GB/s of gathered keys and values into the pool.", _RATE)
+@_of_rank(
+    "--store-gb-per-s", "4 a thread, up to 40", "GB/s of received keys and values to a pool.", _RATE
+)
+@_of_rank("--exchange-cpu-gb-per-s", "2.5", "GB/s that a CPU sends and receives.", _RATE)
 @click.option("--json", "json_path", type=OUTPUT, help="Write all of it, rank by rank, to a file.")
 def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> None:
     """Predict the time, balance and traffic of attention over many ranks.

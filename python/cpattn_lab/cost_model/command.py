@@ -137,7 +137,13 @@ def _rates(
         )
     else:
         threads = given.get("threads") or assumptions.THREADS
-        here = {"threads": threads, "gflops": threads * assumptions.THREAD_GFLOPS[layer.dtype]}
+        here = {
+            "threads": threads,
+            "gflops": threads * assumptions.THREAD_GFLOPS[layer.dtype],
+            "store_gb_per_s": min(
+                threads * assumptions.THREAD_STORE_GB_PER_S, assumptions.STORE_GB_PER_S
+            ),
+        }
     rates = Rates(**here | given)
     other = "measured" if measure else "assumed"
     return rates, {name: "given" if name in given else other for name in vars(rates)}

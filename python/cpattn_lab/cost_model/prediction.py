@@ -62,7 +62,7 @@ class Prediction:
     slowest_attention_seconds, slowest_gather_seconds : float
         Seconds of the slowest rank of each batch, summed.
     single_rank_seconds : float
-        Seconds of attention and store of the same layer on a single rank; with overlap, the longer.
+        Seconds of attention and store of the same layer on a single rank.
     placement, exchange, overlap : str
         Arguments of `predict`. With ``"auto"``, exchange is the choice, or several choices
         separated by ``/`` if batches differ.
@@ -74,7 +74,7 @@ class Prediction:
         Bytes that a rank needs beside its pool for one layer of the largest batch: received rows,
         blocks of a ring, queries and states of others.
     hidden_seconds : float
-        Seconds of attention, exchange and store that overlap hides.
+        Seconds of the exchange that overlap hides.
     mesh : (int, int) or None
         The argument.
     alternatives : dict
@@ -187,17 +187,16 @@ def predict(
         batch, by its rule: the fewest bytes, with merging converted to bytes and without rates;
         replicated pools are gathered. `Prediction.alternatives` has the seconds of other exchanges.
     overlap : {"none", "full", "ahead"} or bool
-        Whether ranks exchange one part while they attend to another, and store meanwhile. A layer
-        then takes the longer of both, plus the parts that cannot overlap: the first part of one,
-        the last of the other. ``"ahead"`` adds `ContextParallel.prefetch`: for a gather of sharded
-        pools, the cached rows of a layer come while the previous layer is computed. True is
-        ``"full"``.
+        Whether ranks exchange one part while they attend to another. A layer then takes the longer
+        of both, plus the parts that cannot overlap: the first part of one, the last of the other.
+        ``"ahead"`` adds `ContextParallel.prefetch`: for a gather of sharded pools, the cached rows
+        of a layer come while the previous layer is computed. True is ``"full"``.
     ranks_per_host : int
         Ranks that share the memory and wire of a host, whose rate is `Rates.gather_gb_per_s`.
         Communication within a host, barriers included, counts as free.
     cpus : int, optional
-        CPUs of a host. If its ranks have more threads, computation slows down in proportion.
-        Default: enough.
+        CPUs of a host. If its ranks have more threads, computation slows down in proportion; if
+        they have as many, it waits while a CPU sends and receives. Default: enough.
     state_dtype : {"float32", "bfloat16", "float16"}
         Dtype of the outputs that ``"pass_q"`` sends back to be merged.
     mesh : (int, int), optional
@@ -270,7 +269,8 @@ def predict(
             work = work_of(counts, name, state_dtype, mesh)
             if overlap == "ahead":
                 work = replace(work, scratch_bytes=work.scratch_bytes + work.ahead_bytes)
-            ways[name] = work, layer_seconds(work, layer, rates, overlap=overlap, slower=slower)
+            seconds = layer_seconds(work, layer, rates, overlap=overlap, slower=slower, cpus=cpus)
+            ways[name] = work, seconds
         if exchange == "auto":
             chosen.append(exchange_taken(counts, mesh))
             ways["auto"] = ways[chosen[-1]]
@@ -278,7 +278,7 @@ def predict(
             totals[name].add(*way)
         attend = slower_alone * float(rates.attention_seconds(counts.alone, layer).max())
         store = slower_alone * rates.store_seconds(counts.own, layer)
-        alone += attend + store if overlap == "none" else max(attend, store)
+        alone += attend + store
     if not totals[names[0]].sums["new_tokens"]:
         raise ValueError("predict: batches must have new tokens, got none")
     found = {

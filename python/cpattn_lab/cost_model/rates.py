@@ -48,6 +48,9 @@ class Rates:
         Microseconds per peer in an exchange, for one message to and one from it.
     store_gb_per_s : float
         10^9 bytes of keys and values per second from the receive buffer into the pool.
+    exchange_cpu_gb_per_s : float
+        10^9 bytes that a rank sends and receives per second of its CPU time. On hosts without idle
+        CPUs attention waits for it.
 
     Raises
     ------
@@ -77,10 +80,11 @@ class Rates:
     latency_us: float = 200.0
     message_us: float = 20.0
     store_gb_per_s: float = 4.0
+    exchange_cpu_gb_per_s: float = 2.5
 
     def __post_init__(self) -> None:
         check_integer("Rates", "threads", self.threads)
-        for name in ("gflops", "gather_gb_per_s", "store_gb_per_s"):
+        for name in ("gflops", "gather_gb_per_s", "store_gb_per_s", "exchange_cpu_gb_per_s"):
             check_number("Rates", name, getattr(self, name))
         costs = ("pack_rows", "row_keys", "call_us", "lse_share", "merge_ns")
         for name in (*costs, "latency_us", "message_us"):

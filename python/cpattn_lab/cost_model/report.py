@@ -84,7 +84,7 @@ _PLACED_LEGEND = _LEGEND | {
     "attention": "attention, transfer: the slowest rank, in one layer",
     "sent/rank": "sent/rank: most bytes one rank sends to other hosts for a layer",
     "store": "store: into the pool, and into scratch",
-    "hidden": "hidden: of attention, transfer and store, what overlaps",
+    "hidden": "hidden: what overlaps of the transfer",
     "pool/rank": "pool/rank: pages of the largest batch, of the rank that keeps most",
     "scratch": "scratch: beside it, for one layer",
 }

@@ -15,17 +15,18 @@ Rows go to the ranks that keep them only with sharded pools; with ``"gather"`` t
 A ring has a step for each peer, other exchanges have one. ``"usp"`` swaps heads within the rows of
 its mesh, queries and keys before the ring and results after it; peers of a swap are the other ranks
 of a row. Otherwise only ``"pass_q"`` and ``"all_to_all"`` send results back. With overlap, parts of
-attention alternate with parts of the exchange (see `overlapped_seconds`), and no rank waits for the
-store::
+attention, each with its part of the store, alternate with parts of the exchange (see
+`overlapped_seconds`)::
 
-    layer = max(digests + rows + overlapped, store)      or the sum above, if that is less
+    layer = digests + rows + overlapped                  or the sum above, if that is less
 
-where rows are part of the overlap, except in ``"usp"``.
+where rows are part of the overlap, except in ``"usp"``. On a host whose CPUs are all busy with
+attention, ``sent and received bytes / exchange_cpu_gb_per_s`` are added to attention.
 
 With overlap a layer ahead, cached rows of sharded pools for a gather travel while the previous
 layer is computed, after the new rows of that layer::
 
-    layer = max(digests + overlapped without them, digests + before + latency + messages, store)
+    layer = max(digests + overlapped without them, digests + before + latency + messages)
 
 This holds for a layer after others: the first layer waits for its cached rows.
 
@@ -64,9 +65,15 @@ def crowding(rates: Rates, ranks_per_host: int, cpus: int | None) -> float:
 
 
 def layer_seconds(
-    work: ExchangeWork, layer: AttentionLayer, rates: Rates, *, overlap: str, slower: float
+    work: ExchangeWork,
+    layer: AttentionLayer,
+    rates: Rates,
+    *,
+    overlap: str,
+    slower: float,
+    cpus: int | None,
 ) -> LayerSeconds:
-    """Return the seconds of one layer; `overlap` as in `predict`, `slower` from `crowding`."""
+    """Return the seconds of one layer; `overlap` and `cpus` as in `predict`."""
     merge = slower * merge_seconds(rates, layer, work.merged_rows)
     attending = slower * attention_seconds(
         rates,
@@ -104,9 +111,12 @@ def layer_seconds(
     if work.exchange in ("ring", "usp"):  # a message for each part that travels
         more = (work.calls - 1) * (work.parts // work.calls - 1)
         first += 1e-6 * slower * more * rates.message_us
-    slowest = float(attention.max())
     if not peers:
-        return seconds._replace(hidden=min(slowest, store))
+        return seconds
+    occupied = float(attending.max()) + store
+    if cpus is not None and len(attention) // work.num_hosts * rates.threads >= cpus:
+        moved = float((work.sent_bytes + work.received_bytes).max())
+        occupied += slower * moved / (1e9 * rates.exchange_cpu_gb_per_s)
     ahead = work.cached_bytes / (1e9 * rates.gather_gb_per_s) if overlap == "ahead" else 0 * before
     by_parts = work.exchange in ("ring", "pass_q", "all_to_all")  # new rows to their pools, too
     routed = rows + float(to_pools.max())
@@ -117,7 +127,7 @@ def layer_seconds(
         + float(swapped.max())
         + overlapped_seconds(
             work,
-            attention=float(attending.max()),
+            attention=occupied,
             merge=float(merge.max()),
             call=1e-6 * slower * rates.call_us,
             routed=routed if by_parts else 0.0,
@@ -128,7 +138,7 @@ def layer_seconds(
     )
     if ahead.any():  # the same wire, and one more exchange
         whole = max(whole, once + float(before.max()) + 2 * first)
-    return seconds._replace(hidden=max(seconds.whole - max(whole, store), 0.0))
+    return seconds._replace(hidden=max(seconds.whole - whole, 0.0))
 
 
 def overlapped_seconds(
@@ -163,8 +173,8 @@ def overlapped_seconds(
     work : ExchangeWork
         Work with n `parts`.
     attention, call, before, after : float
-        Seconds of the slowest rank: attention in `work.calls` calls, the cost of each call, and the
-        exchange before and after it.
+        Seconds of the slowest rank: attention in `work.calls` calls and what else keeps its CPUs
+        busy, the cost of each call, and the exchange before and after it.
     merge : float
         Seconds of the rank that merges most.
     routed : float
