@@ -117,6 +117,8 @@ class ContextParallelPlan:
     @cached_property
     def _slots_written_once(self) -> NDArray[np.int64]:
         """Return the slot of each token, or -1 if a later token has the same slot."""
+        if not self.num_padding_tokens:  # other tokens share no slot
+            return self.slots
         slots = np.full(self.num_tokens, -1)
         _, last = np.unique(self.slots[::-1], return_index=True)
         last = self.num_tokens - 1 - last
