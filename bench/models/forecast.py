@@ -73,8 +73,9 @@ class Forecasts:
         if case.steps:
             lengths = [case.cached + case.steps // 2] * case.batch
             step = predict_decode(
-                lengths, self.layer, rates, cp_size=size, exchange="auto", out_heads="all"
-            )
+                lengths, self.layer, rates, cp_size=size, exchange="auto", out_heads="all",
+                ranks_per_host=1 if ranks.link_gbps else size,
+            )  # fmt: skip
             if placement == "replicated":  # each rank has all of it
                 return step.single_rank_seconds * self.layer.num_layers
             return step.model_seconds

@@ -134,7 +134,8 @@ class DecodeCalls:
         exchange : {"auto", "gather", "all_to_all"}
             Communication of partial results: "gather" sends all of them to every rank; "all_to_all"
             sends those of a head to the rank of this head (Helix), which sends merged results on if
-            `out_heads` is "all". "auto" takes what `choose_exchange` returns for the plan.
+            `out_heads` is "all". "auto" takes what `choose_exchange` returns for the plan. Ranks of
+            one host send none once `topology` has found that they share memory.
         return_lse : bool
             Whether to return `lse`, too.
 

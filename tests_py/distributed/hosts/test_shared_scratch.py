@@ -4,11 +4,13 @@
 import re
 
 import pytest
+import torch
 
 from support.distributed.answers import assert_layer
 from support.distributed.distributed_worker import run_world
 from support.distributed.hosts import shards as worker
 from support.distributed.hosts.layouts import size_of
+from support.distributed.sharded_worker import Step
 
 ONE, TWO, UNEVEN = ((0, 1, 2),), ((0, 1), (2, 3)), ((0, 2), (1,))
 
@@ -23,6 +25,17 @@ def test_layers_have_the_bits_that_they_have_without_and_in_rounds(tmp_path, lay
         assert (answer["calls"] > 2 * len(answer["layers"])) == (exchange == "gather")
     for run in worker.runs_of(exchange):
         assert_layer([answer["layers"] for answer in answers], run)
+
+
+def test_steps_have_the_bits_that_they_have_without_and_one_host_sends_nothing(tmp_path):
+    steps = [
+        Step("drafts", (9, 5, 70, 33), (4, 5, 3, 1), num_heads=8, options=(("sinks", None),)),
+        Step("bfloat16", (150, 33), (1, 3), dtype=torch.bfloat16),
+        Step("fewer heads than ranks", (50, 33), (1, 3), num_heads=1, num_kv_heads=1),
+        Step("nothing new", (9, 40), (0, 0)),
+    ]
+    for different, sent in run_world(3, tmp_path, worker.run_steps, ONE, steps):
+        assert (different, sent) == ([], 0)
 
 
 def test_keys_cross_the_wire_once_for_each_pair_of_hosts_as_predicted(tmp_path):

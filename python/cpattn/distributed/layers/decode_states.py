@@ -4,20 +4,26 @@
 With "gather" every rank receives the partial results of all ranks and merges all heads. With
 "all_to_all" a rank receives and merges only its own heads, as in Helix; if every rank needs all
 heads, the ranks then exchange merged heads. With N ranks, a rank receives 2 (N - 1) / N partial
-results in two rounds, instead of N - 1 in one. Each row of a head merges in rank order, so both
-ways give the same bits.
+results in two rounds, instead of N - 1 in one. If all ranks share the memory of one host, nothing
+is sent: each rank writes its partial results into scratch of the host, and merges those of all.
+Each row of a head merges in rank order, so all ways give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from ... import _core
+from ...merge import merge_states as merge_parts
 from ..transport.exchange import RowExchange
+from ..transport.host import HostGroup
+from ..transport.shared_memory import shared_scratch
 from .partials import State, merged, merged_columns
 
+_LINE = 64  # bytes of a cache line
 STATE_EXCHANGES = ("gather", "all_to_all")
 OUT_HEADS = ("all", "own")
 
@@ -41,6 +47,9 @@ def merge_states(
 ) -> State:
     """Merge the partial results of all ranks, for all heads or for those of this rank."""
     out, lse = state
+    host = exchange.host()
+    if isinstance(host, HostGroup) and not host.rails.others and len(out):
+        return _in_shared_memory(exchange, host, state, sinks, out_heads)
     if name == "all_to_all" and len(out):  # without tokens, rows of heads have no bytes
         return _by_heads(exchange, out, lse, sinks, out_heads)
     num_rows = [len(out)] * exchange.size
@@ -50,6 +59,30 @@ def merge_states(
         return State(out, lse)
     own = heads_of_ranks(lse.shape[1], exchange.size)[exchange.rank]
     return State(out[:, own].contiguous(), lse[:, own].contiguous())
+
+
+def _in_shared_memory(
+    exchange: RowExchange,
+    host: HostGroup,
+    state: State,
+    sinks: torch.Tensor | None,
+    out_heads: str,
+) -> State:
+    """Merge the partial results that all ranks write into scratch of their host."""
+    ends = list(accumulate(-(-part.nbytes // _LINE) * _LINE for part in state))
+    scratch = shared_scratch(exchange, host, exchange.size * ends[-1])[0]
+    of_ranks = scratch[: exchange.size * ends[-1]].view(exchange.size, ends[-1])
+    parts = []
+    for part, begin in zip(state, (0, *ends), strict=False):
+        columns = of_ranks[:, begin : begin + part.nbytes].view(part.dtype)
+        parts.append(columns.unflatten(1, part.shape).transpose(0, 1))
+        parts[-1][:, exchange.rank] = part
+    exchange.meet_host("decode")  # the next call meets before it writes
+    if out_heads == "own":
+        own = heads_of_ranks(state.lse.shape[1], exchange.size)[exchange.rank]
+        parts = [part[:, :, own] for part in parts]
+        sinks = None if sinks is None else sinks[own]
+    return State(*merge_parts(*parts, sinks=sinks))
 
 
 def _by_heads(

@@ -18,7 +18,7 @@ from cpattn_lab.cost_model import AttentionLayer, exchange_work
 from support.distributed.distributed_worker import error_of
 from support.distributed.hosts.layouts import Layout, members_of, on_hosts
 from support.distributed.layer_worker import LAYERS, LayerRun, Rank, run_layer
-from support.distributed.sharded_worker import PLACEMENTS, equal
+from support.distributed.sharded_worker import PLACEMENTS, Step, equal, run_ways, written_step
 from support.distributed.shared_pool_worker import counting_sends
 
 ROWS = list(zip(LAYERS, itertools.cycle(PLACEMENTS)))
@@ -99,6 +99,23 @@ def run_padding(rank: int, layout: Layout) -> bool:
     expected = cp.attend(plan, q, *pools[0])
     out = cp.attend(plan, q, *pools[1], k_local=k, v_local=v)
     return equal([out, *pools[1]], [expected, *pools[0]])
+
+
+def run_steps(rank: int, layout: Layout, steps: list[Step]) -> tuple[list[str], int]:
+    """Return decode steps whose bits differ from those without shared memory, and bytes sent."""
+    runs = [(step, "pages") for step in steps]
+    alone = run_ways(rank, runs)
+    find_out(layout, rank)
+    different = [
+        f"{run[0].name} {way}"
+        for run, ways in run_ways(rank, runs).items()
+        for way, state in ways.items()
+        if not equal(state, alone[run][way])
+    ]
+    cp, plan, queries, shards = written_step(rank, steps[0], "pages")
+    sent = cp.sent_bytes
+    cp.decode(plan, **queries, k_shard=shards[0], v_shard=shards[1])
+    return different, cp.sent_bytes - sent
 
 
 def run_bytes(rank: int, layout: Layout) -> dict[str, int]:

@@ -54,6 +54,7 @@ def make_pools(
     cp: ContextParallel, shapes: dict[int, LayerShape], num_pages: int, *, shared: bool
 ) -> Pools:
     """Make the pools of this rank; all ranks make them at once, and learn of an error in one."""
+    cp.topology()  # ranks of a host then meet in its memory
     memory = cp.shared_memory() if shared else None
     with torch.inference_mode(False), cp.agreement() if memory is None else nullcontext():
         return Pools(shapes, num_pages, cp.page_size, memory)
