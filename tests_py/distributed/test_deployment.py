@@ -79,7 +79,7 @@ def test_two_hosts_run_the_commands_of_the_page(two_hosts: Hosts, start: Any) ->
     )
     assert [line.split()[:2] for line in lines] == [["rank", str(rank)] for rank in range(4)]
     assert all("threads 1 " in line and "GFLOP/s" in line for line in lines)
-    assert re.fullmatch(r"rates:( --[a-z-]+ [-+.e\d]+){6}", flags)
+    assert re.fullmatch(r"rates:( --[a-z-]+ [-+.e\d]+){7}", flags)
     assert min(two_hosts.received_bytes()) > 1 << 18
 
 
