@@ -4,7 +4,6 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -187,7 +186,7 @@ def test_a_release_that_an_engine_demands_is_no_warning(packages, requirement, s
         assert finding.text == told
 
 
-def test_a_process_needs_numpy_and_click_only():
+def test_a_process_needs_numpy_and_click_only(children):
     """Exit code 1 means that something is broken, on any machine."""
     others = ("rich", "torch", "matplotlib", "jinja2", "vllm", "sglang", "transformers")
     program = (
@@ -195,13 +194,8 @@ def test_a_process_needs_numpy_and_click_only():
         "sys.argv = ['cpattn', 'doctor', '--json']\nfrom cpattn.doctor import engines\n"
         "from cpattn_terminal.main import main\nengines._STATEMENTS.clear()\nmain()\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "CPATTN_ISA": "portable"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = os.environ | {"CPATTN_ISA": "portable"}
+    run = children.run([sys.executable, "-c", program], env=environment)
     assert run.stderr == ""
     answer = json.loads(run.stdout)
     assert answer["passed"] == (run.returncode == 0)

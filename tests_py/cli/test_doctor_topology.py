@@ -2,7 +2,6 @@
 """`cpattn doctor` finds sockets and nodes in trees of files like those of Linux."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -161,17 +160,11 @@ def test_cpus_that_engines_are_told_to_take(tmp_path, text, problem):
     assert "vLLM ranks" not in found(root, ALL, VLLM_CPU_OMP_THREADS_BIND="auto")
 
 
-def bind(*arguments, **environ):
-    return subprocess.run(
-        [sys.executable, "-m", "cpattn", "bind", *arguments],
-        env=os.environ | environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-def test_a_command_has_the_cores_of_its_rank():
+def test_a_command_has_the_cores_of_its_rank(command_line):
     program = "import os; print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"
     (share,) = binding.shares(Path("/"), os.sched_getaffinity(0), 1)
-    answer = bind("--", sys.executable, "-c", program, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    environment = os.environ | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    answer = command_line.run("bind", "--", sys.executable, "-c", program, env=environment)
     assert (answer.stdout, answer.stderr) == (f"{set(share.cpus)} {share.num_cores}\n", "")
 
 
@@ -184,13 +177,13 @@ def test_a_command_has_the_cores_of_its_rank():
         (["true", "-x"], {"SLURM_LOCALID": "0"}, "--ranks must be given"),
     ],
 )
-def test_commands_that_cannot_be_bound(arguments, environ, error):
-    answer = bind(*arguments, **environ)
+def test_commands_that_cannot_be_bound(arguments, environ, error, command_line):
+    answer = command_line.run("bind", *arguments, env=os.environ | environ)
     assert answer.returncode == 2
     assert answer.stderr.startswith(f"Error: {error}")
 
 
-def test_what_each_rank_would_get():
-    answer = bind("--ranks", "1")
+def test_what_each_rank_would_get(command_line):
+    answer = command_line.run("bind", "--ranks", "1")
     (share,) = binding.shares(Path("/"), os.sched_getaffinity(0), 1)
     assert f"export VLLM_CPU_OMP_THREADS_BIND='{_numa.ranges(share.cpus)}'\n" in answer.stdout

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interpreter ends while daemon threads are inside calls; a sub-interpreter is refused."""
 
-import subprocess
-import sys
-
 import pytest
 
 SCRIPT = """
@@ -42,12 +39,9 @@ print("done", flush=True)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3])
-def test_exit_does_not_abort_daemon_threads(seconds):
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("{seconds}", str(seconds))],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+def test_exit_does_not_abort_daemon_threads(children, seconds):
+    run = children.python(SCRIPT.replace("{seconds}", str(seconds)))
+    assert (run.stdout, run.stderr) == ("done\n", "")
 
 
 IMPORT = "try: import cpattn\nexcept ImportError as error: print(error, flush=True)"
@@ -58,7 +52,6 @@ interpreters.run_string(interpreters.create(), {code!r})
 """
 
 
-def test_a_sub_interpreter_gets_an_import_error():
-    code = IN_ANOTHER.format(code=IMPORT)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+def test_a_sub_interpreter_gets_an_import_error(children):
+    run = children.python(IN_ANOTHER.format(code=IMPORT))
     assert "interpreter" in run.stdout, run.stderr

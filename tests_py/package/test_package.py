@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,11 +38,8 @@ print(*sorted(new - set(sys.stdlib_module_names)))
 """
 
 
-def test_import_brings_nothing_but_numpy():
-    run = subprocess.run(
-        [sys.executable, "-c", NEW_MODULES], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split() == ["cpattn"]
+def test_import_brings_nothing_but_numpy(children):
+    assert children.python(NEW_MODULES).stdout.split() == ["cpattn"]
 
 
 def test_one_version_everywhere_and_one_package_in_the_wheel():
@@ -69,11 +65,9 @@ print(*sorted(new & {"cpattn", "click", "jinja2", "hypothesis", "rich", "torch"}
 """
 
 
-def test_lint_needs_neither_the_library_nor_linux():
-    run = subprocess.run(
-        [sys.executable, "-c", PROOF_ALONE], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split() == ["cpattn"]  # all others are hidden
+def test_lint_needs_neither_the_library_nor_linux(children):
+    printed = children.python(PROOF_ALONE).stdout
+    assert printed.split() == ["cpattn"]  # all others are hidden
 
 
 def source_of(name: str) -> str:
@@ -300,7 +294,7 @@ def test_the_public_face_is_small():
     assert seen == [f"from . import {name} as {name}" for name in sorted(SUB_PACKAGES)]
 
 
-def test_sub_packages_come_when_they_are_asked_for():
+def test_sub_packages_come_when_they_are_asked_for(children):
     code = f"""
 import sys, cpattn
 early = {{"context_parallel", "profiling", "sparse"}}  # whose names are in `cpattn`, too
@@ -309,7 +303,7 @@ assert loaded & {SUB_PACKAGES} == early, loaded
 for name in {SUB_PACKAGES}:
     assert getattr(cpattn, name) is sys.modules[f"cpattn.{{name}}"]
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    children.python(code)
 
 
 @pytest.mark.parametrize(("package", "name"), [("cpattn", "captures"), ("cpattn_proof", "lint")])

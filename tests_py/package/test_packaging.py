@@ -30,16 +30,13 @@ def sdist(tmp_path_factory):
     return build_sdist.build(tmp_path_factory.mktemp("sdist"))
 
 
-def test_its_files(sdist):
+def test_its_files(sdist, children):
     with tarfile.open(sdist) as archive:
         names = [member.name for member in archive.getmembers() if member.isfile()]
     assert build_sdist.wrong_names(names) == []
     there = {name.partition("/")[2] for name in names}
-    listed = subprocess.run(
-        ["git", "ls-files", "cpp", "python", "cmake"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    ).stdout.splitlines()  # fmt: skip
-    assert set(listed) <= there
+    listed = children.run(["git", "ls-files", "cpp", "python", "cmake"], cwd=ROOT)
+    assert set(listed.stdout.splitlines()) <= there
     assert {"cpp/CMakeLists.txt", "python/cpattn/py.typed", "cmake/zig/c++"} <= there
 
 
@@ -119,7 +116,7 @@ INSTALL = "apt-get install -y --no-install-recommends"
 
 
 @pytest.fixture
-def system_packages(tmp_path):
+def system_packages(tmp_path, children):
     """Return a function that runs the script; apt-get and sudo only note that they were called."""
     log = tmp_path / "calls"
 
@@ -134,13 +131,9 @@ def system_packages(tmp_path):
             (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
             (tmp_path / name).chmod(0o755)
         log.write_text("")
-        done = subprocess.run(
-            ["scripts/system_packages.sh", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-        )
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        command = ["scripts/system_packages.sh", *arguments]
+        done = children.run(command, cwd=ROOT, env=environment)
         return done, log.read_text().splitlines()
 
     return run

@@ -3,7 +3,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 import zipfile
 
@@ -124,7 +123,7 @@ def test_classes_of_both_copies(kernel):
         own.run_attention(cpattn.plan_attention(**batch), q, cache, cache)
 
 
-def test_it_runs_where_cpattn_cannot_be_imported(variant):
+def test_it_runs_where_cpattn_cannot_be_imported(variant, children):
     program = f"""
 import sys
 sys.modules["cpattn"] = None
@@ -133,10 +132,7 @@ kernel = __import__({variant.name!r})
 import torch
 print(kernel.flash_attn_func(*[torch.ones(1, 2, 1, 16)] * 3).sum().item(), kernel.__version__)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == ["32.0", cpattn.__version__], done.stderr
+    assert children.python(program).stdout.split() == ["32.0", cpattn.__version__]
 
 
 def test_the_same_sources_make_the_same_bytes(files, variant, tmp_path):

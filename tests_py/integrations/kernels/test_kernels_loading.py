@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library `kernels` and transformers load the folder, offline and without the package."""
 
-import subprocess
 import sys
 
 import build_hub_kernel
@@ -54,16 +53,13 @@ def folder(tmp_path_factory):
     return out
 
 
-def run(program, folder):
+def run(children, program, folder):
     variables = {
         "HF_HUB_OFFLINE": "1",
         "LOCAL_KERNELS": f"kernels-community/flash-attn2={folder}",
         "HOME": str(folder),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE + program, folder],
-        env=variables, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = children.run([sys.executable, "-c", ALONE + program, folder], env=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -73,6 +69,6 @@ def test_the_page(tmp_path, children):
     run_page(ROOT / "docs" / "how_to" / "hub_kernel.md", tmp_path, children)
 
 
-def test_tokens_of_transformers(folder):
+def test_tokens_of_transformers(children, folder):
     """Models are in float32; the second one has windows and sinks, which sdpa lacks."""
-    assert run(MODEL, folder) == ["LlamaForCausalLM True", "GptOssForCausalLM True"]
+    assert run(children, MODEL, folder) == ["LlamaForCausalLM True", "GptOssForCausalLM True"]

@@ -2,11 +2,9 @@
 """Stand-ins for modules that sglang imports on a CPU compute nothing."""
 
 import os
-import subprocess
 import sys
 
 from support.children import path_with
-from support.time_limits import PATIENCE
 
 NAMES = """
 import os, sys
@@ -50,14 +48,13 @@ ERRORS = [
 ]
 
 
-def run(program, *folders, **environment):
-    options = {"env": {**os.environ, "PYTHONPATH": path_with(*folders), **environment}}
-    options |= {"capture_output": True, "text": True, "timeout": PATIENCE}
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], **options)
+def run(children, program, *folders):
+    environment = os.environ | {"PYTHONPATH": path_with(*folders)}
+    return children.run([sys.executable, "-W", "ignore", "-c", program], env=environment)
 
 
-def test_what_is_absent_is_named():
-    done = run(NAMES)
+def test_what_is_absent_is_named(children):
+    done = run(children, NAMES)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(ERRORS)
@@ -82,8 +79,8 @@ print(sgl_kernel.mine, hasattr(torchvision, "InterpolationMode"))
 """
 
 
-def test_after_sglang_it_is_too_late_and_what_is_installed_is_not_hidden(tmp_path):
+def test_after_sglang_it_is_too_late_and_what_is_installed_is_not_hidden(tmp_path, children):
     (tmp_path / "sgl_kernel.py").write_text("mine = True\n")
-    done = run(TOO_LATE, tmp_path)
+    done = run(children, TOO_LATE, tmp_path)
     lines = ["must be called before sglang is imported", "installed", "True True"]
     assert done.stdout.splitlines() == lines, done.stderr
