@@ -4,7 +4,6 @@
 import ctypes
 import inspect
 import re
-import subprocess
 
 import pytest
 
@@ -95,15 +94,12 @@ def test_a_struct_of_another_size_is_refused():
                 )
 
 
-def test_the_library_exports_what_the_header_declares():
+def test_the_library_exports_what_the_header_declares(children):
     """The list in the tree has them, too, so that a removed symbol is noticed."""
     library = c_library.build_folder() / "libcpattn.so"
     listed = re.findall(r"^    (cpattn_\w+);", (c_library.FOLDER / "cpattn.map").read_text(), re.M)
     assert sorted(listed) == FUNCTIONS
-    done = subprocess.run(
-        ["nm", "-D", "--defined-only", "--with-symbol-versions", library],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = children.run(["nm", "-D", "--defined-only", "--with-symbol-versions", library])
     exported = {line.split()[-1] for line in done.stdout.splitlines()}
     assert exported == {"CPATTN_0.1", *(f"{name}@@CPATTN_0.1" for name in listed)}
 

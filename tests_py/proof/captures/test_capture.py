@@ -4,8 +4,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -190,9 +188,9 @@ cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
 """
 
 
-def test_the_environment_records_a_process_for_its_life(tmp_path):
+def test_the_environment_records_a_process_for_its_life(tmp_path, children):
     environment = os.environ | {"CPATTN_CAPTURE": str(tmp_path / "run")}
-    subprocess.run([sys.executable, "-c", WHOLE_LIFE], check=True, env=environment)
+    children.python(WHOLE_LIFE, env=environment)
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("run.")
     assert len(read_captures([path]).batches) == 1

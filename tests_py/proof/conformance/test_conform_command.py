@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import re
 import resource
-import subprocess
 import sys
 import time
 from functools import partial
@@ -97,12 +96,11 @@ run = partial(invoke, "conform")
 @pytest.mark.parametrize(
     "memory", [resource.RLIM_INFINITY, pytest.param(LITTLE_MEMORY, marks=pytest.mark.slow)]
 )
-def test_proved_is_0_and_the_report_alone_on_stdout(folder, memory):
+def test_proved_is_0_and_the_report_alone_on_stdout(folder, memory, command_line):
     """A limit of memory is no fault of an operator."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "cpattn", "conform", "mine:right", "--signature", "adapters:usual",
-         *FEW, "--json"],
-        text=True, capture_output=True, check=False, env={**os.environ, "PYTHONPATH": path_with()},
+    ran = command_line.run(
+        "conform", "mine:right", "--signature", "adapters:usual", *FEW, "--json",
+        env=os.environ | {"PYTHONPATH": path_with()},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory,) * 2),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
