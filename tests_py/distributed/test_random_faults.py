@@ -3,19 +3,17 @@
 
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("torch")
 
-from support.children import path_with
 from support.distributed import random_faults
 from support.distributed.fault_rounds import FAULTS, draw
 from support.distributed.fault_worlds import Answer, Outcome
-from support.time_limits import BUSY
+from support.engine_runs import run_module
+from support.time_limits import BUSY, PATIENCE
 
 ROUNDS = 33
 
@@ -24,14 +22,9 @@ ROUNDS = 33
 def test_every_fault_by_two_transports():
     """`python -m support.distributed.random_faults --in-turns --only N` runs one round again."""
     seed = os.environ.get("CPATTN_FAULT_SEED", "0")
-    result = subprocess.run(
-        [sys.executable, "-m", random_faults.__name__, "--in-turns", "--rounds", str(ROUNDS),
-         "--seed", seed],
-        env=os.environ | {"PYTHONPATH": path_with()},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
-    summary = re.search(r"(\d+) rounds in \d+ s, 0 failed: (.*)", result.stdout)
+    options = ("--in-turns", f"--rounds={ROUNDS}", f"--seed={seed}")
+    printed = run_module(random_faults.__name__, *options, timeout=20 * PATIENCE)
+    summary = re.search(r"(\d+) rounds in \d+ s, 0 failed: (.*)", printed)
     assert summary is not None
     assert int(summary[1]) == ROUNDS
     assert set(FAULTS) <= set(re.findall(r"\d+ ([a-z ]+)", summary[2]))

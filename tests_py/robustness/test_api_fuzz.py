@@ -6,8 +6,6 @@ import importlib
 import inspect
 import os
 import re
-import subprocess
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +15,10 @@ import pytest
 from cpattn import distributed, reference
 from support.api import api_fuzz
 from support.api.argument_kinds import Call, Target
-from support.children import path_with
+from support.engine_runs import run_module
 from support.places import TESTS
 from support.public_names import PUBLIC, PUBLIC_MODULES
+from support.time_limits import PATIENCE
 
 CALLS = 10_000
 
@@ -83,14 +82,9 @@ def test_good_calls_succeed() -> None:
 @pytest.mark.slow
 def test_random_calls() -> None:
     """The seed is 1, or the value of CPATTN_FUZZ_SEED."""
-    seed = int(os.environ.get("CPATTN_FUZZ_SEED", "1"))
-    result = subprocess.run(
-        [sys.executable, "-m", api_fuzz.__name__, "--calls", str(CALLS), "--seed", str(seed)],
-        env=os.environ | {"PYTHONPATH": path_with()},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
-    calls = re.search(r"([\d,]+) calls of", result.stdout)
+    options = (f"--calls={CALLS}", f"--seed={os.environ.get('CPATTN_FUZZ_SEED', '1')}")
+    printed = run_module(api_fuzz.__name__, *options, timeout=20 * PATIENCE)
+    calls = re.search(r"([\d,]+) calls of", printed)
     assert calls is not None
     assert int(calls[1].replace(",", "")) > 0.95 * CALLS
 
