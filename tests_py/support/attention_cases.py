@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of paged attention with the oracle's results, and attention over parts of the keys."""
+"""Cases of paged attention with the oracle's results."""
 
 import functools
 import math
-from itertools import pairwise
 
 import torch
 
@@ -105,14 +104,3 @@ def inputs_and_expected(index, dtype):
     """Make inputs and results once for all instruction sets."""
     inputs = make_inputs(with_scale(ALL_CASES[index].with_(dtype=dtype)))
     return inputs, expected_attention(inputs)
-
-
-def split_keys(inputs, splits):
-    """Yield non-causal attention over consecutive slices of the keys of one sequence."""
-    pages = inputs["block_tables"][0]
-    for begin, end in pairwise(splits):
-        part = inputs | {
-            "kv_lens": [(end - begin) * 16],
-            "block_tables": [pages[begin:end].tolist()],
-        }
-        yield cpattn.paged_attention(**part, causal=False, return_lse=True)
