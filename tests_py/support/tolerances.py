@@ -247,13 +247,6 @@ def share_rounded_once(actual, expected):
     return float((actual == actual.new_tensor(expected)).double().mean())
 
 
-def assert_close_by_torch(actual, expected):
-    """Compare a tensor by torch's tolerance for its dtype, as suites of engines do."""
-    import torch
-
-    torch.testing.assert_close(actual, expected)
-
-
 def assert_close(actual, expected, magnitude, op, dtype, units=None):
     """Compare values in units of eps times magnitude; TOLERANCES has the default of `units`."""
     dtype_of_unit = "float32" if dtype == "any" else dtype
