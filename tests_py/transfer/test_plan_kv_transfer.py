@@ -123,13 +123,6 @@ def test_buffers_of_a_source_may_be_shared():
     assert blocks(plan) == [(SRC, DST, 512), (SRC, DST + 512, 512)]
 
 
-def test_layers_of_other_links_are_left_out():
-    src = layout(SRC, ids=range(2, 6), layers=(2, 6))
-    dst = layout(DST, ids=range(4), layers=(0, 4))
-    assert plan_kv_transfer(src, dst, [0], [0]).parts == [("k", 2, 2), ("v", 2, 2)]
-    assert len(plan_kv_transfer(src, layout(DST, ids=range(2), layers=(0, 2)), [0], [0])) == 0
-
-
 def packed(base, **placement):
     """Lay out pages without rows of tokens: 64 keys of 128 bytes, then 64 scales of 4 bytes."""
     entry = KVEntry(0, "index_k", False, base, 10 * 8448, 8448, token_rows=False)
