@@ -94,7 +94,6 @@ TOKENS: Any = by_tokens(2, 4)
 LOCAL = "global_index: local must be in [0, 4611686018427387903], or -1 for padding, got"
 NO_PLACES = [
     (lambda: by_pages(0, 4), "PageInterleave: shard_size must be in [1, 32768], got 0"),
-    (lambda: by_pages(2, 2**70), "PageInterleave: page_size must fit into int64, got 118059162071"),
     (lambda: by_tokens(-1, 4), "TokenInterleave: shard_size must be in [1, 32768], got -1"),
     (lambda: PAGES.global_index(0, [2**62]), f"PageInterleave.{LOCAL} {2**62} at index 0"),
     (lambda: PAGES.num_local_slots(-1), "PageInterleave.num_local_slots: num_slots must be >= 0,"),
@@ -134,10 +133,6 @@ def test_a_small_plan():
     assert plan.translate([0, 7, 3]).tolist() == [48, 51, 51]  # reserved pages
     assert [part.tolist() for part in plan.write_plan([0, 16, 20, 0], 0)] == [[0, 1, 3], [0, 8, 0]]
     assert [part.tolist() for part in plan.write_plan([0, 16, 20, -1], 1)] == [[2], [8]]
-
-
-def test_pages_of_prefixes_are_gathered_in_their_order():
-    assert plan_of([[*range(24, 28)], SLOTS[:4]], [4, 4], [4, 4]).prefix_pages.tolist() == [2, 6]
 
 
 def test_a_batch_without_prefixes_gathers_nothing():
