@@ -20,6 +20,7 @@ DEFAULT = 2
 @pytest.fixture(autouse=True)
 def _default_of_the_process():
     before = _core.default_num_threads()
+    _core.set_openmp(0)  # torch's threads may have been chosen before, and be one
     cpattn.set_num_threads(DEFAULT)
     yield
     cpattn.set_num_threads(before)

@@ -118,16 +118,6 @@ def logits_of(model: Any, implementation: str, batch: int, **given: Any) -> Tens
     return model(make_tokens(batch, LENGTH), **given).logits
 
 
-@pytest.mark.parametrize("as_float", [False, True])
-def test_masks_of_the_caller(llama: Any, as_float: bool) -> None:
-    generator = torch.Generator().manual_seed(2)
-    mask = torch.rand(2, 1, LENGTH, LENGTH, generator=generator) < 0.5
-    mask |= torch.eye(LENGTH).bool()
-    additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-    actual = logits_of(llama, "cpattn", 2, attention_mask=additive if as_float else mask)
-    assert_logits_close(actual, logits_of(llama, "eager", 2, attention_mask=additive))
-
-
 def test_packed_sequences(llama: Any) -> None:
     """Positions separate three sequences in one row: none sees another."""
     positions = torch.cat([torch.arange(n) for n in (5, 14, 11)])[None]
