@@ -330,7 +330,7 @@ Pool* pool = new Pool;
 
 // Workers do not survive a fork. The parent's pool is locked across it, so that the child never
 // sees it half changed, and then replaced.
-[[maybe_unused]] const int registered = pthread_atfork(
+[[maybe_unused]] const int pool_is_registered = pthread_atfork(
     [] { pool->lock(); },
     [] { pool->unlock(); },
     [] {
