@@ -245,7 +245,7 @@ def predict(
     overlap = _overlap_name(overlap)
     names = possible_exchanges(placement, mesh) if exchange == "auto" else (exchange,)
     chosen: list[str] = []
-    slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
+    slower_alone = crowding(rates, 1, cpus)
     totals = {name: _Total(layer) for name in dict.fromkeys((*names, exchange))}
     alone = 0.0
     for i, batch in enumerate(batches):
@@ -269,8 +269,7 @@ def predict(
             work = work_of(counts, name, state_dtype, mesh)
             if overlap == "ahead":
                 work = replace(work, scratch_bytes=work.scratch_bytes + work.ahead_bytes)
-            seconds = layer_seconds(work, layer, rates, overlap=overlap, slower=slower, cpus=cpus)
-            ways[name] = work, seconds
+            ways[name] = work, layer_seconds(work, layer, rates, overlap=overlap, cpus=cpus)
         if exchange == "auto":
             chosen.append(exchange_taken(counts, mesh))
             ways["auto"] = ways[chosen[-1]]

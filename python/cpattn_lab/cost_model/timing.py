@@ -70,10 +70,11 @@ def layer_seconds(
     rates: Rates,
     *,
     overlap: str,
-    slower: float,
     cpus: int | None,
 ) -> LayerSeconds:
     """Return the seconds of one layer; `overlap` and `cpus` as in `predict`."""
+    ranks_per_host = len(work.tokens) // work.num_hosts
+    slower = crowding(rates, ranks_per_host, cpus)
     merge = slower * merge_seconds(rates, layer, work.merged_rows)
     attending = slower * attention_seconds(
         rates,
@@ -114,7 +115,7 @@ def layer_seconds(
     if not peers:
         return seconds
     occupied = float(attending.max()) + store
-    if cpus is not None and len(attention) // work.num_hosts * rates.threads >= cpus:
+    if cpus is not None and ranks_per_host * rates.threads >= cpus:
         moved = float((work.sent_bytes + work.received_bytes).max())
         occupied += slower * moved / (1e9 * rates.exchange_cpu_gb_per_s)
     ahead = work.cached_bytes / (1e9 * rates.gather_gb_per_s) if overlap == "ahead" else 0 * before

@@ -17,7 +17,6 @@ from itertools import accumulate
 import torch
 
 from ... import _core
-from ...merge import merge_states as merge_parts
 from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
 from ..transport.shared_memory import shared_scratch
@@ -75,14 +74,14 @@ def _in_shared_memory(
     parts = []
     for part, begin in zip(state, (0, *ends), strict=False):
         columns = of_ranks[:, begin : begin + part.nbytes].view(part.dtype)
-        parts.append(columns.unflatten(1, part.shape).transpose(0, 1))
-        parts[-1][:, exchange.rank] = part
+        parts.append(columns.unflatten(1, part.shape))
+        parts[-1][exchange.rank] = part
     exchange.meet_host("decode")  # the next call meets before it writes
     if out_heads == "own":
         own = heads_of_ranks(state.lse.shape[1], exchange.size)[exchange.rank]
         parts = [part[:, :, own] for part in parts]
         sinks = None if sinks is None else sinks[own]
-    return State(*merge_parts(*parts, sinks=sinks))
+    return merged(list(map(State, *parts)), sinks)
 
 
 def _by_heads(
