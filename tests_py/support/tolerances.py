@@ -89,9 +89,9 @@ ROUNDED_WEIGHTS = 6 / 12**0.5
 REST_OF_WEIGHTS = 2.0**-7
 
 # Least share of results, rounded once, that equal rounded float64: others are next to the middle
-# between two numbers of the dtype. It was 99.3 to 99.9 % for float32 sums and weights in two parts,
-# 60 % for rounded weights.
-SHARE_ROUNDED_ONCE = 0.99
+# between two numbers of the dtype. It was 98.8 to 99.9 % of 2,048 results for float32 sums and
+# weights in two parts, over 60 seeds, and 60 % for rounded weights.
+SHARE_ROUNDED_ONCE = 0.98
 
 # Error of the logarithm of the sum of weights, computed to base 2, in units of its size.
 LOGARITHM_UNITS = 2

@@ -2,7 +2,7 @@
 """Calls of functions in docs/how_to/threads.md that release the GIL, for any duration."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ Call = Callable[[], object]
 RNG = np.random.default_rng(0)
 
 
-@cache  # many calls have equal shapes
+@lru_cache(8)  # many calls have equal shapes; larger and larger ones are not kept
 def normal(*shape: int) -> Any:
     return RNG.standard_normal(shape, np.float32)
 
