@@ -6,14 +6,16 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import tokenizers
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from cpattn.integrations.transformers import ContextParallelModel
+from cpattn.integrations.transformers.context_parallel import model as model_over_ranks
 from cpattn.integrations.transformers.context_parallel import pools
 from support.distributed.distributed_worker import error_of
-from support.transformers.tiny_transformers import generate, make_model, make_tokens
+from support.transformers.tiny_transformers import VOCABULARY, generate, make_model, make_tokens
 
 NEW_TOKENS = 12
 PAGE, PAGES = 8, 96
@@ -39,6 +41,14 @@ def alone(model: Any, prompt: Sequence[int], **options: Any) -> list[int]:
     given = {"new_tokens": NEW_TOKENS} | options
     result = generate(model, "eager", torch.tensor([prompt]), **given)
     return result.sequences[0, len(prompt) :].tolist()
+
+
+def words() -> Any:
+    """Return a tokenizer whose token 7 is the text "w7."."""
+    numbered = {f"w{i}.": i for i in range(VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="w0."))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()  # of which stop strings ask
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 class Streamer:
@@ -74,6 +84,8 @@ def run_core(rank: int) -> dict[str, Any]:
     )
     stop = GenerationConfig(**GREEDY, eos_token_id=found["tokens"][1][3])
     found["stopped"] = engine.generate(PROMPTS[:2], stop)
+    by_text = GREEDY | {"stop_strings": [f"w{stop.eos_token_id}."], "tokenizer": words()}
+    found["stopped by text"] = engine.generate(PROMPTS[:2], **by_text)
     requests, logits = engine.prefill(PROMPTS[:3], max_new_tokens=3)
     found["logits"] = [logits.numpy()]
     last = rank == dist.get_world_size() - 1
@@ -109,6 +121,8 @@ def run_core(rank: int) -> dict[str, Any]:
     found["errors"]["config"] = error_of(
         lambda: engine_of(make_model("qwen3" if rank else "llama"))
     )[0]
+    with patch.object(model_over_ranks, "version", lambda name: f"5.{rank}"):
+        found["errors"]["release"] = error_of(lambda: engine_of(model))[0]
     found["errors"]["arguments"] = error_of(lambda: engine_of(model, num_pages=64 + rank))[0]
     found["after"] = engine.generate(PROMPTS[:1], **GREEDY)
     return found
@@ -151,7 +165,10 @@ def mixed(engine: ContextParallelModel) -> dict[str, Any]:
 
 
 def run_model(rank: int, name: str, placements: Sequence[str]) -> list[Any]:
-    """Return first tokens for each placement: in a batch, in chunks, from the pools, and alone."""
+    """Return first tokens for each placement.
+
+    In a batch, in chunks, from the pools in a batch and alone, and alone with empty pools.
+    """
     model, found = make_model(name), []
     few = GREEDY | {"max_new_tokens": NEW_TOKENS // 2}
     for placement in placements:
@@ -159,6 +176,7 @@ def run_model(rank: int, name: str, placements: Sequence[str]) -> list[Any]:
         engine = engine_of(model, placement=placement, token_budget=24)
         found += [engine.generate(PROMPTS, **few) for _ in range(2)]
         found.append([engine.generate([prompt], **few)[0] for prompt in PROMPTS[:2]])
+        found.append(engine_of(model, placement=placement).generate(PROMPTS[3:4], **few))
     return found
 
 

@@ -22,6 +22,10 @@ SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_
 # Transformers expands these to keys of 24 + 16 and values of 20.
 LATENT = {"num_key_value_heads": 4, "head_dim": 16, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16}
 LATENT |= {"v_head_dim": 20, "kv_lora_rank": 32, "q_lora_rank": None, "first_k_dense_replace": 2}
+# Its first layer is dense. With fewer index heads, some queries would choose among zeros.
+INDEXED = {"q_lora_rank": 48, "index_topk": 8, "index_head_dim": 32, "index_n_heads": 16}
+INDEXED |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+INDEXED |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 SOFTCAPPED = {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
 SOFTCAPPED["tie_word_embeddings"] = False
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -32,6 +36,13 @@ CONFIGS = {
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, **SLIDING, **SOFTCAPPED),
     "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, **SLIDING, **EXPERTS),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES | LATENT),
+}
+#: The same for keys that an indexer selects.
+INDEXED_CONFIGS = {
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(**SIZES | LATENT | INDEXED),
+    "glm_moe_dsa": lambda: transformers.GlmMoeDsaConfig(
+        **SIZES | LATENT | INDEXED, index_topk_pattern="FS"
+    ),
 }
 #: Further models that run over ranks, in these sizes.
 MORE_CONFIGS = {
@@ -44,6 +55,7 @@ MORE_CONFIGS = {
     "phi": lambda: transformers.PhiConfig(**SIZES),
     "phi3": lambda: transformers.Phi3Config(**SIZES),
     "phimoe": lambda: transformers.PhimoeConfig(**SIZES, **EXPERTS, sliding_window=WINDOW),
+    "olmo": lambda: transformers.OlmoConfig(**SIZES),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES),
     "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=2.0),
     "glm4": lambda: transformers.Glm4Config(**SIZES),
@@ -52,7 +64,7 @@ MORE_CONFIGS = {
 
 def make_model(name: str) -> Any:
     torch.manual_seed(1)
-    config = (CONFIGS | MORE_CONFIGS)[name]()
+    config = (CONFIGS | INDEXED_CONFIGS | MORE_CONFIGS)[name]()
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter, value in model.named_parameters():
         if parameter.endswith("sinks"):

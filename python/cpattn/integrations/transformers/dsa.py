@@ -148,7 +148,7 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
     >>> with use_indexer(model):  # doctest: +SKIP
     ...     model.generate(**inputs)
     """
-    rotations = _rotations()
+    rotations = rotations_of_indexers()
     choose = disable(_choose)  # a compiled model breaks its graph here
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -167,7 +167,7 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
     return Replaced(indexers, "forward", forward)
 
 
-def _rotations() -> dict[type, Callable[..., tuple[Tensor, Tensor]]]:
+def rotations_of_indexers() -> dict[type, Callable[..., tuple[Tensor, Tensor]]]:
     """Return the rotation of each indexer: DeepSeek's in halves, GLM's interleaved."""
     from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
     from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
@@ -196,20 +196,13 @@ def _choose(
     transformers 5.24 on, the cache is `cache`.
     """
     batch, queries, _ = hidden_states.shape
-    rope = module.qk_rope_head_dim
-    q = module.wq_b(q_resid).unflatten(-1, (module.n_heads, module.head_dim))
-    k = module.k_norm(module.wk(hidden_states)).unsqueeze(2)
-    rotated = rotate(q[..., :rope], k[..., :rope], *position_embeddings, unsqueeze_dim=2)
-    q = torch.cat([rotated[0], q[..., rope:]], -1)
-    k = torch.cat([rotated[1], k[..., rope:]], -1).squeeze(2)
+    q, k, weights = index_rows(module, rotate, hidden_states, q_resid, position_embeddings)
     cache = past_key_values if cache is None else cache
     if cache is not None:
         k = cache.update_indexer(k, module.layer_idx)
     keys = k.shape[1]
     if keys <= module.index_topk:  # all keys are chosen, for any scores
         return torch.arange(keys, dtype=torch.int32).expand(batch, queries, keys)
-    # Positive factors of the scores do not change the order.
-    weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float()
     shape = batch, queries, keys
     begin, end = visible_ranges(as_bool(attention_mask.unsqueeze(1), shape))
     first = keys * torch.arange(batch)[:, None]
@@ -224,6 +217,27 @@ def _choose(
         sorted=False,
     ).view(batch, queries, -1)
     return torch.where(chosen >= 0, chosen + begin[..., None].int(), -1)
+
+
+def index_rows(
+    module: Any,
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an indexer's queries, its keys, [batch, queries, dim], and its float32 weights.
+
+    Scores lack positive factors, which do not change their order.
+    """
+    rope = module.qk_rope_head_dim
+    q = module.wq_b(q_resid).unflatten(-1, (module.n_heads, module.head_dim))
+    k = module.k_norm(module.wk(hidden_states)).unsqueeze(2)
+    rotated = rotate(q[..., :rope], k[..., :rope], *position_embeddings, unsqueeze_dim=2)
+    q = torch.cat([rotated[0], q[..., rope:]], -1)
+    k = torch.cat([rotated[1], k[..., rope:]], -1).squeeze(2)
+    weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float()
+    return q, k, weights
 
 
 def visible_ranges(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from ....attention import default_scale
 from ..contiguous import UNSUPPORTED, check_supported, float_sinks
 from ..masks import window_of
 from ..mla import absorb, absorb_mla, keeps_latents, project
+from .indexed import KIND, Indexers, Selection
 
 NAME = "cpattn_over_ranks"
 ENGINE = "ContextParallelModel"
@@ -31,7 +32,10 @@ class Pass(Protocol):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads and dimensions of a layer's rows in its pool; `v_head_dim` is 0 for latents."""
+    """Heads and dimensions of a layer's rows in its pool.
+
+    `v_head_dim` is 0 for latents, or the dimension of the index keys beside them.
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -55,16 +59,18 @@ def attention_over_ranks(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Selection | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for a layer to the keys of all ranks; see `contiguous_attention` for the arguments."""
+    """Attend for a layer to the keys of all ranks; see `contiguous_attention` for the arguments.
+
+    `indices` is what the layer's indexer returned.
+    """
     if (running := _RUNNING.get(None)) is None:
         raise ValueError(f"{NAME}: this attention is for the passes of {ENGINE} alone")
-    check_supported(
-        query, key, value, dropout=dropout, options=options, unsupported=(*UNSUPPORTED, "indices")
-    )
+    check_supported(query, key, value, dropout=dropout, options=options, unsupported=UNSUPPORTED)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None or not causal:
+    if (attention_mask is not None and attention_mask.numel()) or not causal:
         raise ValueError(f"{ENGINE}: attention must be causal, without a mask of the layer's own")
     window = window_of(module, sliding_window)
     scale = default_scale(NAME, query.shape[-1]) if scaling is None else scaling
@@ -78,8 +84,11 @@ def attention_over_ranks(
     if latents:  # key and value are a latent and its rotary part
         query, key = absorb(module, query), torch.cat([key, value], -1)
         given["v_head_dim"] = module.kv_lora_rank
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = running.attend(module.layer_idx, q, k, None if latents else v, given)[None]
+    q, k, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    v: Tensor | None = None if latents else values
+    if indices is not None:  # its keys have the place of values
+        given["selection"], v = indices, indices.k
+    out = running.attend(module.layer_idx, q, k, v, given)[None]
     return (project(module, out) if latents else out), None
 
 
@@ -90,6 +99,7 @@ class RunningModel:
         self.model = model
         modules: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
         self._configs = list({id(module.config): module.config for module in modules}.values())
+        self._indexers = Indexers(model)
         self._has_latents = any(hasattr(type(module), "expand_kv") for module in modules)
 
     def logits(self, a_pass: Pass, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
@@ -102,10 +112,11 @@ class RunningModel:
             with (
                 torch.inference_mode(),
                 absorb_mla(self.model, NAME) if self._has_latents else nullcontext(),
+                self._indexers.selecting_later(),
             ):
                 out = self.model(
                     input_ids=ids[None], position_ids=positions[None], use_cache=False,
-                    logits_to_keep=keep,
+                    logits_to_keep=keep, **self._indexers.inputs,
                 )  # fmt: skip
         finally:
             for config, name in zip(self._configs, before, strict=True):
@@ -138,7 +149,8 @@ class _Probe:
             k.shape[1], k.shape[2], 0 if v is None else v.shape[2], k.dtype
         )
         self.windows[layer] = options["window"]
-        return q.new_zeros(*q.shape[:2], options["v_head_dim"] if v is None else v.shape[2])
+        dim = options["v_head_dim"] if "v_head_dim" in options or v is None else v.shape[2]
+        return q.new_zeros(*q.shape[:2], dim)
 
 
 def _twice_the_same(rows: Tensor) -> bool:
@@ -165,8 +177,11 @@ def layer_shapes(model: Any) -> dict[int, LayerShape]:
     ids = torch.full((2,), 0 if getattr(text, "pad_token_id", None) else 1)
     try:
         RunningModel(model).logits(probe, ids, same, same[:1])
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise _refused(model, str(error)) from error
+    except (KeyError, TypeError) as error:
+        reason = f"it fails without masks and caches, by {type(error).__name__}: {error}"
+        raise _refused(model, reason) from error
     kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
     if sorted(probe.shapes) != list(range(text.num_hidden_layers)):
         raise _refused(
@@ -202,7 +217,7 @@ def _refusal(model: Any) -> str:
     if away := {p.device.type for p in model.parameters()} - {"cpu"}:
         return f"its weights must be on the CPU, and are on {', '.join(sorted(away))}"
     kinds = set(getattr(text, "layer_types", None) or ())
-    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+    if others := sorted(kinds - {"full_attention", "sliding_attention", KIND}):
         return f"it has layers of {', '.join(others)}"
     if getattr(text, "attention_chunk_size", None):
         return "it attends within chunks"

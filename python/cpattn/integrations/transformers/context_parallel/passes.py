@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....attention import paged_attention
+from ....context_parallel import ContextParallelMetadata, build_cp_metadata
 from ....distributed import ContextParallel, ContextParallelPlan
 from ....scheduling import Batch
+from ....sparse import cp_sparse_mla
+from .indexed import sparse_call
 from .pools import Pools
 
 
@@ -47,7 +51,12 @@ class SharedOut(OverRanks):
     ) -> Tensor:
         """Exchange new rows of a layer, and attend with this rank's rows."""
         caches = self._pools.caches(layer)
-        out: Tensor = self._cp.attend(self._plan, q, *caches, k_local=k, v_local=v, **options)
+        out: Tensor
+        if call := sparse_call(q, caches, options):
+            self._cp.write_kv(self._plan, k, v, *caches)
+            out = self._cp.attend_sparse(self._plan, *call.rows, **call.options)
+        else:
+            out = self._cp.attend(self._plan, q, *caches, k_local=k, v_local=v, **options)
         return out
 
 
@@ -68,12 +77,23 @@ class OnEveryRank:
             "block_tables": batch.block_tables,
         }
 
+    @cached_property
+    def _alone(self) -> ContextParallelMetadata:
+        """Metadata of the step on a single rank."""
+        lens = self._lens["q_lens"], self._lens["kv_lens"]
+        return build_cp_metadata(*lens, cp_rank=0, cp_size=1)
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         """Write new rows of a layer, and attend."""
         self._pools.write(layer, self._slots, k, v)
         k_cache, v_cache = self._pools.caches(layer)
+        if call := sparse_call(q, (k_cache, v_cache), options):
+            return cp_sparse_mla(
+                *call.rows, self._alone, block_tables=self._lens["block_tables"],
+                page_size=k_cache.shape[1], **call.options,
+            )  # fmt: skip
         dim = options.pop("v_head_dim", None)
         values = k_cache[..., :dim] if v_cache is None else v_cache
         return paged_attention(q, k_cache, values, **self._lens, **options)
@@ -97,5 +117,10 @@ class OverShards(OverRanks):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         """Attend for a layer, whose rows are written."""
-        out: Tensor = self._cp.decode(self._plan, q, *self._pools.caches(layer), **options)
+        caches = self._pools.caches(layer)
+        out: Tensor
+        if call := sparse_call(q, caches, options):
+            out = self._cp.decode_sparse(self._plan, *call.rows, **call.options)
+        else:
+            out = self._cp.decode(self._plan, q, *caches, **options)
         return out
