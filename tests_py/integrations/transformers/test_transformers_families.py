@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import family_table as families  # noqa: E402
-from family_table import BATCHES, PAGE, PARTS, Calls, Outcome, try_model  # noqa: E402
+from family_table import BATCHES, PAGE, PARTS, RANKS, Calls, Outcome, try_model  # noqa: E402
 
 from cpattn.integrations import transformers as integration  # noqa: E402
 
@@ -28,7 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.mark.parametrize("model_type", ["llama", "bert", "gpt_oss", "qwen2_moe", "olmo3"])
 def test_models_of_many_families_are_right(calls, model_type):
     words = {part: outcome.word for part, outcome in try_model(model_type, calls).items()}
-    assert words == dict.fromkeys((*PARTS, BATCHES), "yes")
+    assert words == dict.fromkeys((*PARTS, BATCHES, RANKS), "yes")
 
 
 def test_outcomes_of_single_models(calls):
@@ -39,9 +39,9 @@ def test_outcomes_of_single_models(calls):
     for name in ("doge", "inkling_text"):  # they have biases of each head and query
         outcomes = try_model(name, calls)
         assert [outcomes[part].word for part in PARTS] == ["yes"] * len(PARTS)
-    outcome = try_model("hy_v4", calls)["prompt"]
-    assert outcome.word == "refused"
-    assert "s_aux is not supported" in outcome.reason
+    refused = try_model("hy_v4", calls)
+    assert refused["prompt"].word == refused[RANKS].word == "refused"
+    assert "s_aux is not supported" in refused["prompt"].reason
 
 
 def test_wrong_attention_differs(calls, monkeypatch):
