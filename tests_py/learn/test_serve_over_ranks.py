@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of examples/, over two ranks: ten clients at once, and one of them leaves."""
+"""The server of examples/, over two ranks: ten of OpenAI's clients at once, and one leaves."""
 
-import http.client
-import json
 import os
 import signal
 import socket
@@ -10,12 +8,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+openai = pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 pytest.importorskip("starlette", reason="starlette is not installed")
 
@@ -54,48 +52,36 @@ def server(folder, tmp_path_factory):
     environment |= {"OMP_NUM_THREADS": "1", "CPATTN_NUM_THREADS": "1"}
     with log.open("w") as output:
         process = subprocess.Popen([sys.executable, *command], env=environment, stderr=output)
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=PATIENCE, max_retries=0
+    )
     try:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             assert process.poll() is None, log.read_text()
             try:
-                if ask(port, None)[0] == 200:
-                    break
-            except OSError:
+                client.models.list()
+                break
+            except openai.APIConnectionError:
                 time.sleep(0.2)
-        yield port, process, log
+        yield client, process, log
     finally:
         process.terminate()
         process.wait(PATIENCE)
 
 
-@contextmanager
-def answer_of(port, body):
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
-        if body is None:
-            connection.request("GET", "/v1/models")
-        else:
-            connection.request("POST", "/v1/completions", json.dumps(body))
-        with connection.getresponse() as answer:
-            yield answer
+def complete(client, prompt, **options):
+    return client.completions.create(model="model", prompt=prompt, **GREEDY | options)
 
 
-def ask(port, body):
-    with answer_of(port, body) as answer:
-        return answer.status, json.loads(answer.read())
+def text(client, prompt, **options):
+    return complete(client, prompt, **options).choices[0].text
 
 
-def ask_text(port, prompt, **options):
-    return ask(port, {"prompt": prompt, **GREEDY, **options})[1]["choices"][0]["text"]
-
-
-def stream(port, prompt):
-    with answer_of(port, {"prompt": prompt, "stream": True, **GREEDY}) as answer:
-        events = [line[6:] for line in answer.read().decode().splitlines() if line]
-    assert events.pop() == "[DONE]"
-    choices = [json.loads(event)["choices"][0] for event in events]
-    assert [choice["finish_reason"] for choice in choices] == [None] * 9 + ["length"]
-    return "".join(choice["text"] for choice in choices)
+def stream(client, prompt):
+    choices = [event.choices[0] for event in complete(client, prompt, stream=True)]
+    assert [choice.finish_reason for choice in choices] == [None] * 9 + ["length"]
+    return "".join(choice.text for choice in choices)
 
 
 def text_of(prompt):
@@ -104,12 +90,12 @@ def text_of(prompt):
 
 
 def test_ten_clients_at_once_of_whom_one_goes_away(server):
-    port, _, log = server
+    client, _, log = server
     with ThreadPoolExecutor(10) as pool:
-        answers = [pool.submit(stream, port, prompt) for prompt in PROMPTS[:5]]
-        answers += [pool.submit(ask_text, port, prompt) for prompt in PROMPTS[5:9]]
-        with answer_of(port, {"prompt": PROMPTS[9], "max_tokens": 3000, "stream": True}) as leaving:
-            leaving.read(100)
+        answers = [pool.submit(stream, client, prompt) for prompt in PROMPTS[:5]]
+        answers += [pool.submit(text, client, prompt) for prompt in PROMPTS[5:9]]
+        with complete(client, PROMPTS[9], max_tokens=3000, stream=True) as leaving:
+            next(iter(leaving))
         for prompt, answer in zip(PROMPTS, answers, strict=False):
             assert answer.result() == text_of(prompt)
     deadline = time.monotonic() + PATIENCE
@@ -117,20 +103,20 @@ def test_ten_clients_at_once_of_whom_one_goes_away(server):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "of 200 tokens of its prompt" in log.read_text()
-    status, answer = ask(port, {"prompt": "w5 w6 w7", **GREEDY})
-    assert status == 200
-    assert answer["choices"][0]["text"] == text_of([5, 6, 7])
-    assert ask_text(port, "w5 w6 w7", temperature=1e-40) == text_of([5, 6, 7])
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
-    status, answer = ask(port, {"prompt": [64], **GREEDY})
-    assert status == 400
-    assert "must be in [0, 64)" in answer["error"]["message"]
+    answer = complete(client, "w5 w6 w7")
+    assert answer.choices[0].text == text_of([5, 6, 7])
+    assert text(client, "w5 w6 w7", temperature=1e-40) == text_of([5, 6, 7])
+    assert answer.usage.to_dict() == {
+        "prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13
+    }  # fmt: skip
+    with pytest.raises(openai.BadRequestError, match=r"must be in \[0, 64\)"):
+        complete(client, [64])
 
 
 def test_it_stops_when_it_is_told_to(server):
-    port, process, log = server
+    client, process, log = server
     process.send_signal(signal.SIGINT)
     process.wait(PATIENCE)
-    with pytest.raises(OSError):  # noqa: PT011
-        ask(port, None)
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
     assert "did not answer" not in log.read_text()

@@ -55,7 +55,7 @@ NEEDS = {
     "prove_your_own": ("torch", "click", "hypothesis", "jsonschema"),
     "check_your_own": (),
     "context_parallel": ("torch",),
-    "model_over_ranks": ("torch", "transformers"),
+    "model_over_ranks": ("torch", "transformers", "uvicorn", "starlette", "openai"),
     "profiling": ("torch",),  # it comes with the packages for plots
     "move_kv": (),
 }
