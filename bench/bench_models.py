@@ -74,25 +74,25 @@ def rows_of(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
     model.write_qwen3(folder, quick=quick, max_tokens=tokens)
     chosen = [case for case in steps.cases(sizes) if arguments.only in case.name]
     others = peers.alone(folder, dtype)
-    engines = peers.engines(folder, dtype, tokens // PAGE_SIZE)
+    engines = [*peers.engines(folder, dtype, tokens // PAGE_SIZE)]
     try:
-        forecasts = None
+        layer = layer_of(dtype, quick=quick)
+        known = Forecasts.measured(layer) if quick else None
         for case in chosen:
-            # A machine's rates drift: those of a long case are measured just before it.
-            if forecasts is None or not quick:
-                forecasts = Forecasts.measured(layer_of(dtype, quick=quick))
             of = steps.of_case([*others, *engines], case, long=arguments.long)
             budget = 0.01 if quick else arguments.budget
-            rows = steps.measure(of, case, budget, forecasts.of(of, case), dtype)
+            before = (known or Forecasts.measured(layer)).of(of, case)
+            rows = steps.measure(of, case, budget, dtype)
+            after = before if known else Forecasts.measured(layer).of(of, case)
+            steps.add_predictions(rows, [before, after])
             print_forecasts(case.name, rows)
             yield rows
-        for peer in others:
-            peer.stop()
-        if work and arguments.only in "trace":
-            yield trace.serve(engines, work, folder, arguments)
     finally:
         for peer in (*others, *engines):
             peer.stop()
+    if work and arguments.only in "trace":
+        started = peers.engines(folder, trace.DTYPE, tokens // PAGE_SIZE)
+        yield trace.serve(started, work, folder, arguments)
 
 
 def print_forecasts(name: str, rows: list[Row]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,15 +92,14 @@ def alone(folder: Path, dtype: str) -> list[Peer]:
     ]
 
 
-def engines(folder: Path, dtype: str, num_pages: int) -> list[Peer]:
-    return [
-        Peer(
-            name, CORES // ranks.size, kind="engine", folder=str(folder), dtype=dtype,
-            num_pages=num_pages, **asdict(ranks),
-        )
-        for name, ranks in ENGINES.items()
-        if can_be_started(name, ranks)
-    ]  # fmt: skip
+def engines(folder: Path, dtype: str, num_pages: int) -> Iterator[Peer]:
+    """Start each engine when it is asked for."""
+    for name, ranks in ENGINES.items():
+        if can_be_started(name, ranks):
+            yield Peer(
+                name, CORES // ranks.size, kind="engine", folder=str(folder), dtype=dtype,
+                num_pages=num_pages, **asdict(ranks),
+            )  # fmt: skip
 
 
 def can_be_started(name: str, ranks: Ranks) -> bool:

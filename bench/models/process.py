@@ -8,15 +8,19 @@ Rank 0 is asked over its pipes, and makes the others do the same.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -25,16 +29,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+import uvicorn
 
 import cpattn
 from bench.harness import worker
 from bench.harness.figures import Row
-from bench.serving.load import Load
 from bench.serving.model import VOCABULARY
 from cpattn.integrations import transformers as integration
 from cpattn.integrations.transformers import ContextParallelModel
 from cpattn_lab.processes.hosts import INTERFACE, Hosts, enter
 
+ROOT = Path(__file__).parents[2]
 TOP = 8  # log probabilities that are compared
 PREFIX = 1_000_000  # seed of tokens that are cached
 
@@ -110,11 +115,10 @@ class Engine:
 
     def __init__(self, folder: str, dtype: str, num_pages: int, placement: str) -> None:
         self._model = load(folder, dtype)
-        self._before = worker.resident_bytes()
         self._engine = ContextParallelModel(self._model, num_pages=num_pages, placement=placement)
 
     def prefill(self, new: int, cached: int, seed: int) -> Row:
-        """Seconds of one prompt behind cached tokens, and the growth of each rank's memory."""
+        """Seconds of one prompt behind cached tokens, and the memory of each rank's pools."""
         prefix = tokens_of(cached, PREFIX)
         if cached:
             self._engine.free(self._engine.prefill([prefix]).requests)
@@ -123,7 +127,9 @@ class Engine:
         seconds, (requests, logits) = timed(lambda: self._engine.prefill(prompt))
         assert self._engine.hit_tokens - hits == cached
         self._engine.free(requests)
-        kept = of_all_ranks(worker.resident_bytes() - self._before)
+        layers = range(self._model.config.num_hidden_layers)
+        caches = [cache for layer in layers for cache in self._engine._pools.caches(layer)]
+        kept = of_all_ranks(sum(resident_bytes(cache) for cache in caches if cache is not None))
         return {"seconds": seconds, "answers": answers_of(logits), "kept": kept}
 
     def decode(self, batch: int, cached: int, steps: int, seed: int) -> Row:
@@ -148,35 +154,47 @@ class Engine:
         ids = torch.tensor(tokens_of(rows, 0))
         model, last = RunningModel(self._model), torch.tensor([rows - 1])
         taken = []
-        for _ in range(4):  # the first one sets torch up
+        for _ in range(4 if rows > 64 else 16):  # the first one sets torch up
             dist.barrier()
             seconds, _ = timed(lambda: model.logits(_Zeros(), ids, torch.arange(rows), last))
             taken.append(seconds)
         return {"seconds": max(of_all_ranks(median(taken[1:])))}
 
     def serve(self, load: str) -> Row:
-        """Send all requests at once; return the time of each first token, and all tokens."""
-        work = Load.read(load)
+        """Serve a load by the server of examples/; return what its clients measured."""
+        from examples import serve_over_ranks as example
+
         self._engine.generate([tokens_of(64, PREFIX)], max_new_tokens=4, do_sample=False)
-        hits, first = self._engine.hit_tokens, dict[int, float]()
-        dist.barrier()
-        begin = time.perf_counter()
-        tokens: dict[int, list[int]] = {
-            self._engine.submit(prompt, max_new_tokens=length, do_sample=False): []
-            for prompt, length in zip(work.prompts, work.output_lengths, strict=True)
-        }
-        while self._engine.progress():
-            for new in self._engine.step():
-                first.setdefault(new.request, time.perf_counter() - begin)
-                tokens[new.request].append(new.token)
-        wall = time.perf_counter() - begin
-        assert [len(of) for of in tokens.values()] == work.output_lengths
-        return {
-            "wall": wall,
-            "first": [first[number] for number in tokens],
-            "tokens": [*tokens.values()],
-            "hit_tokens": self._engine.hit_tokens - hits,
-        }
+        hits, loop = self._engine.hit_tokens, example.Loop(self._engine)
+        if dist.get_rank():
+            loop.run()
+            return {}
+        with closing(socket.socket()) as listening:
+            listening.bind(("127.0.0.1", 0))
+            port = listening.getsockname()[1]
+            face = example.Completions(loop, Numbers(), "model")
+            server = uvicorn.Server(uvicorn.Config(face.app, log_level="warning"))
+            threading.Thread(target=server.run, args=([listening],), daemon=True).start()
+            command = [sys.executable, "-m", "bench.models.clients", str(port), load]
+            clients = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+
+            def until_they_leave() -> bytes:
+                told, _ = clients.communicate()
+                loop.stopping = True
+                return told  # nothing, if they failed
+
+            with ThreadPoolExecutor(1) as waiting:
+                told = waiting.submit(until_they_leave)
+                loop.run()
+            server.should_exit = True
+            return json.loads(told.result()) | {"hit_tokens": self._engine.hit_tokens - hits}
+
+
+class Numbers:
+    """A tokenizer whose words are the numbers of the tokens."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, tokens))
 
 
 class _Zeros:
@@ -212,6 +230,17 @@ def follow(engine: Engine) -> None:
         dist.broadcast_object_list(asked)
         with suppress(Exception):  # rank 0 says it
             getattr(engine, asked[0])(**asked[1])
+
+
+def resident_bytes(cache: torch.Tensor) -> int:
+    """Bytes of the pages of a cache that were ever written."""
+    size = os.sysconf("SC_PAGESIZE")
+    begin = cache.data_ptr() // size * size
+    pages = (ctypes.c_ubyte * -(-(cache.data_ptr() + cache.nbytes - begin) // size))()
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    if mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(pages) * size), pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return size * sum(page & 1 for page in pages)
 
 
 def load(folder: str, dtype: str) -> Any:
@@ -266,7 +295,7 @@ def main(options: Row, number: str = "0", store: str = "", host: str = "") -> No
 def start(arguments: Sequence[str]) -> None:
     """Start another rank, which ends with this one."""
     command = [sys.executable, "-m", "bench.models.process", *arguments]
-    subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
+    subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from statistics import fmean
 
 from bench.harness.contender import Failed
 from bench.harness.figures import Row
@@ -81,7 +82,6 @@ def measure(
     peers: Sequence[Peer],
     case: Case,
     budget: float,
-    forecasts: Mapping[str, float],
     dtype: str = "float32",
 ) -> list[Row]:
     """The rows of a case, those of engines on two ranks first."""
@@ -115,10 +115,15 @@ def measure(
             continue
         row |= {"ns_per_item": 1e9 * row["median"] / case.items, "item": "token"}
         row["kept_bytes"] = kept[row["implementation"]]
-        if row["implementation"] in forecasts:
-            row["predicted"] = forecasts[row["implementation"]]
     add_efficiency(rows)
     return [*reversed(rows), *(common | row for row in failed)]
+
+
+def add_predictions(rows: Sequence[Row], forecasts: Sequence[Mapping[str, float]]) -> None:
+    """Add to each engine's row the mean of its forecasts: a machine's rates drift meanwhile."""
+    for row in rows:
+        if "median" in row and all(row["implementation"] in forecast for forecast in forecasts):
+            row["predicted"] = fmean(forecast[row["implementation"]] for forecast in forecasts)
 
 
 def add_efficiency(rows: Sequence[Row]) -> None:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a trace through `submit` and `step`, all at once: on one rank, and on two."""
+"""Requests of a trace to the server of examples/, all at once: on one rank, and on two.
+
+Weights are float32, in which all engines answer with the same tokens.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -19,15 +22,23 @@ from bench.serving import served
 from bench.serving.load import Load
 from bench.serving.report import ninetieth
 
+DTYPE = "float32"
 
-def serve(peers: Sequence[Peer], work: Load, folder: Path, about: argparse.Namespace) -> list[Row]:
-    """The rows of engines that served the requests in turn, engines on two ranks first."""
+
+def serve(peers: Iterable[Peer], work: Load, folder: Path, about: argparse.Namespace) -> list[Row]:
+    """The rows of engines that served the requests in turn, engines on two ranks first.
+
+    Each engine is stopped before the next one starts.
+    """
     path = folder / "load.json"
     work.write(path)
     rows: list[Row] = []
     expected: list[list[int]] = []
     for peer in peers:
-        answer = peer.ask("serve", load=str(path))
+        try:
+            answer = peer.ask("serve", load=str(path))
+        finally:
+            peer.stop()
         tokens = answer["tokens"]
         expected = expected or tokens
         rows.append(row_of(peer.name, work, answer, shares(expected, tokens), about))
@@ -54,6 +65,7 @@ def row_of(
         "case": {"workload": "trace, all requests at once", "threads": CORES},
         "implementation": name,
         "status": "ok",
+        "dtype": DTYPE,
         "median": wall,
         "minimum": wall,
         "spread": 0.0,

@@ -14,7 +14,7 @@ import model_tables
 
 from bench.models.forecast import Forecasts, chunks, layer_of, passes
 from bench.models.peers import ENGINES, Ranks
-from bench.models.steps import Case, measure
+from bench.models.steps import Case, add_predictions, measure
 from cpattn_lab.cost_model import Rates
 from support.command_line import invoke
 from support.places import ROOT
@@ -45,7 +45,9 @@ def no_peak(monkeypatch):
 
 def test_rows_have_predictions_and_what_two_ranks_take_of_the_time_of_one():
     peers = [Answering(ONE, 3.0), Answering(TWO, 4.0), Answering("cpattn", 1.0)]
-    rows = {row["implementation"]: row for row in measure(peers, PROMPT, 0.1, {TWO: 5.0})}
+    measured = measure(peers, PROMPT, 0.1)
+    add_predictions(measured, [{TWO: 4.0}, {TWO: 6.0}])
+    rows = {row["implementation"]: row for row in measured}
     assert [*rows] == ["cpattn", TWO, ONE]
     assert (rows[TWO]["efficiency"], rows[TWO]["predicted"]) == (0.75, 5.0)
     assert not {"efficiency", "predicted"} & {*rows[ONE], *rows["cpattn"]}
