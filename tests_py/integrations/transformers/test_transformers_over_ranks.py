@@ -194,6 +194,7 @@ REFUSED = {
         lambda: transformers.WhisperConfig(**BART, pad_token_id=0),
         "2 rows of logits for 1",
     ),
+    "long rows": (lambda: transformers.LlamaConfig(**SIZES | {"head_dim": 600}), "in [1, 576]"),
     "rope of the longest": (lambda: transformers.LlamaConfig(**SIZES, **ROPE), "rope (dynamic)"),
 }
 

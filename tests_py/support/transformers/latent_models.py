@@ -39,6 +39,7 @@ MLA_CONFIGS = {
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**SIZES),
 }
 DSA_CONFIGS = {
+    "axk2": lambda: transformers.AXK2Config(**SIZES, **INDEXER),
     "deepseek_v32": lambda: transformers.DeepseekV32Config(**SIZES | ODD_HEADS, **INDEXER),
     "glm_moe_dsa": lambda: transformers.GlmMoeDsaConfig(
         **SIZES, **INDEXER, index_topk_pattern="FSF"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention of DeepSeek-V3.2 and GLM-5 in transformers, over the chosen keys only.
+"""Sparse attention of DeepSeek-V3.2 and its like in transformers, over the chosen keys only.
 
 The eager attention of transformers hides other keys by a dense mask. Here a query reads its keys in
 place, and `use_indexer` chooses them without a matrix of scores.
@@ -7,8 +7,9 @@ place, and `use_indexer` chooses them without a matrix of scores.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,14 @@ from ._methods import Replaced
 from .contiguous import UNSUPPORTED, check_supported, contiguous_attention
 from .masks import FUNCTION, as_bool
 from .mla import absorb, keeps_latents, mla_attention, project
+
+#: Indexers that compute alike, but for their rotation: in halves, or interleaved.
+_ROTATIONS = {
+    "AXK2Indexer": "apply_rotary_pos_emb",
+    "DeepseekV32Indexer": "apply_rotary_pos_emb",
+    "Dots3NoteTextIndexer": "apply_rotary_pos_emb_interleave",
+    "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave",
+}
 
 
 def dsa_attention(
@@ -128,7 +137,7 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
     Parameters
     ----------
     model : torch.nn.Module
-        DeepSeek-V3.2 or GLM-5 of transformers.
+        DeepSeek-V3.2, GLM-5, A.X K2 or dots3 of transformers.
     name : str
         Name given to `register`. With another attention implementation, the model's own indexers
         choose.
@@ -148,34 +157,30 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
     >>> with use_indexer(model):  # doctest: +SKIP
     ...     model.generate(**inputs)
     """
-    rotations = rotations_of_indexers()
     choose = disable(_choose)  # a compiled model breaks its graph here
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         if module.config._attn_implementation != name:
             own: Tensor = type(module).forward(module, *args, **kwargs)
             return own
-        chosen: Tensor = choose(module, rotations[type(module)], *args, **kwargs)
+        chosen: Tensor = choose(module, rotation_of(module), *args, **kwargs)
         return chosen
 
-    indexers = [module for module in model.modules() if type(module) in rotations]
+    indexers = [module for module in model.modules() if rotation_of(module)]
     if not indexers:
         raise ValueError(
             f"{FUNCTION}.use_indexer: the model must have the indexers of "
-            f"DeepSeek-V3.2 or GLM-5, got {type(model).__name__}"
+            f"DeepSeek-V3.2, GLM-5, A.X K2 or dots3, got {type(model).__name__}"
         )
     return Replaced(indexers, "forward", forward)
 
 
-def rotations_of_indexers() -> dict[type, Callable[..., tuple[Tensor, Tensor]]]:
-    """Return the rotation of each indexer: DeepSeek's in halves, GLM's interleaved."""
-    from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
-    from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
-
-    return {
-        deepseek.DeepseekV32Indexer: deepseek.apply_rotary_pos_emb,
-        glm.GlmMoeDsaIndexer: glm.apply_rotary_pos_emb_interleave,
-    }
+def rotation_of(module: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return the rotation of an indexer, or None for another module."""
+    kind = type(module)
+    name = _ROTATIONS.get(kind.__name__)
+    rotation = getattr(sys.modules[kind.__module__], name) if name else None
+    return cast("Callable[..., tuple[Tensor, Tensor]] | None", rotation)
 
 
 @torch.no_grad()

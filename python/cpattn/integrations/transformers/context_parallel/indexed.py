@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of DeepSeek-V3.2 and GLM-5 over ranks, which attend to the keys that an indexer selects.
+"""Layers of DeepSeek-V3.2 and its like over ranks, which attend to keys that an indexer selects.
 
 During a pass the indexer selects nothing itself: it returns a `Selection`, whose keys are stored
 beside the latents, and ranks select from the keys of all.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._methods import Replaced
-from ..dsa import index_rows, rotations_of_indexers
+from ..dsa import index_rows, rotation_of
 
 KIND = "indexed_attention"  # in `layer_types` of a configuration
 
@@ -55,12 +55,10 @@ def sparse_call(
 
 
 class Indexers:
-    """Indexers of a model whose layers are all of the kind `indexed_attention`."""
+    """Indexers of a model, or none."""
 
     def __init__(self, model: Any) -> None:
-        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-        self._rotations = rotations_of_indexers() if KIND in kinds else {}
-        self._modules = [m for m in model.modules() if type(m) in self._rotations]
+        self._modules = [module for module in model.modules() if rotation_of(module)]
         #: Inputs of such a model: its layers read a mask, which has no elements here.
         self.inputs: dict[str, Tensor] = {}
         if self._modules:
@@ -77,7 +75,8 @@ class Indexers:
             *mask_and_cache: Any,
             **others: Any,
         ) -> Selection:
-            rotate = self._rotations[type(module)]
+            rotate = rotation_of(module)
+            assert rotate
             q, k, weights = index_rows(module, rotate, hidden_states, q_resid, position_embeddings)
             if q.dtype == torch.float16:
                 raise ValueError("its indexer must compute in float32 or bfloat16, got float16")

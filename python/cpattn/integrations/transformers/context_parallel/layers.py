@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ....attention import default_scale
+from ....attention import default_scale, plan_attention
 from ..contiguous import UNSUPPORTED, check_supported, float_sinks
 from ..masks import window_of
 from ..mla import absorb, absorb_mla, keeps_latents, project
@@ -87,6 +87,8 @@ def attention_over_ranks(
     q, k, values = (x[0].transpose(0, 1) for x in (query, key, value))
     v: Tensor | None = None if latents else values
     if indices is not None:  # its keys have the place of values
+        if window or softcap or s_aux is not None or not latents:
+            raise ValueError(f"{ENGINE}: an indexer must select latents, without a window or sinks")
         given["selection"], v = indices, indices.k
     out = running.attend(module.layer_idx, q, k, v, given)[None]
     return (project(module, out) if latents else out), None
@@ -150,6 +152,10 @@ class _Probe:
         )
         self.windows[layer] = options["window"]
         dim = options["v_head_dim"] if "v_head_dim" in options or v is None else v.shape[2]
+        plan_attention(  # refuses sizes that are too large
+            q_lens=[1], kv_lens=[1], block_tables=[[0]], page_size=1, num_pages=1,
+            num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=k.shape[2], v_head_dim=dim,
+        )  # fmt: skip
         return q.new_zeros(*q.shape[:2], dim)
 
 
