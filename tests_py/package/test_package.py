@@ -53,8 +53,8 @@ def test_one_version_everywhere_and_one_package_in_the_wheel():
 
 
 PROOF_ALONE = """
-import sys
-for hidden in ("cpattn", "fcntl", "grp", "pwd", "resource", "termios"):
+import shutil, sys
+for hidden in ("cpattn", "fcntl", "grp", "posix", "pwd", "resource", "termios"):
     sys.modules[hidden] = None
 import cpattn_proof, cpattn_proof.zoo, cpattn_terminal.main
 rows = {"request": [0], "position": [0], "count": [1]}
@@ -63,6 +63,25 @@ assert cpattn_proof.lint({"schema": "cpattn-plan/1", **plan}).proved
 new = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
 print(*sorted(new & {"cpattn", "click", "jinja2", "hypothesis", "rich", "torch"}))
 """
+
+
+PROOF_ANYWHERE = (
+    "import hypothesis, rich, torch.testing, torch.utils._python_dispatch, torch.distributed\n"
+    + PROOF_ALONE.partition("import cpattn_proof,")[0]
+    + """
+import importlib, pkgutil, cpattn_proof
+for module in pkgutil.walk_packages(cpattn_proof.__path__, "cpattn_proof."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        print(module.name, error.name)
+"""
+)
+
+
+def test_no_module_of_proof_needs_linux(children):
+    missing = [line.split()[1] for line in children.python(PROOF_ANYWHERE).stdout.splitlines()]
+    assert {name.partition(".")[0] for name in missing} == {"cpattn"}  # for which some need it
 
 
 def test_lint_needs_neither_the_library_nor_linux(children):

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import posix
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
@@ -25,6 +25,9 @@ from ..process_group import SimulatedGroup
 from ..run import Run
 from ..store import SimulatedStore
 from . import torch_names
+
+#: `os`, and the module that it takes its functions from.
+_SYSTEM = [os, *(sys.modules[name] for name in ("posix", "nt") if sys.modules.get(name))]
 
 
 @contextlib.contextmanager
@@ -169,22 +172,31 @@ def _signals(run: Run) -> list[tuple[Any, str, Any]]:
         return start
 
     def kill(process: int, number: int) -> None:
-        if number and process in (0, os.getpid(), -os.getpgrp()):
+        own_group = -os.getpgrp() if hasattr(os, "getpgrp") else 0
+        if number and process in (0, os.getpid(), own_group):
             sends(process, number)
         end(process, number)
 
     what = "sends itself a signal"
     end, sends = os.kill, _refusal(run, what, lambda *_: None)
+    refuse = partial(_refusal, run, what)
     return [
         (signal, "signal", handle),
         (signal, "getsignal", handler_of),
-        (signal, "alarm", kept_from_ranks(signal.alarm, 0)),
-        (signal, "setitimer", kept_from_ranks(signal.setitimer, (0.0, 0.0))),
-        (signal, "raise_signal", _refusal(run, what, signal.raise_signal)),
-        (signal, "pthread_kill", _refusal(run, what, signal.pthread_kill)),
-        *((module, "killpg", _refusal(run, what, os.killpg)) for module in (os, posix)),
-        *((module, "kill", kill) for module in (os, posix)),
+        *_changed((signal,), "alarm", lambda own: kept_from_ranks(own, 0)),
+        *_changed((signal,), "setitimer", lambda own: kept_from_ranks(own, (0.0, 0.0))),
+        *_changed((signal,), "raise_signal", refuse),
+        *_changed((signal,), "pthread_kill", refuse),
+        *_changed(_SYSTEM, "killpg", refuse),
+        *_changed(_SYSTEM, "kill", lambda own: kill),
     ]
+
+
+def _changed(
+    owners: Iterable[Any], name: str, change: Callable[[Any], Any]
+) -> list[tuple[Any, str, Any]]:
+    """Return a change of a function in those modules that have it on this system."""
+    return [(owner, name, change(getattr(owner, name))) for owner in owners if hasattr(owner, name)]
 
 
 def _one_profiler(run: Run) -> list[tuple[Any, str, Any]]:
@@ -239,9 +251,9 @@ def _exit_of_ranks(run: Run) -> Callable[[int], Any]:
 
 
 def _ends_of_processes(run: Run) -> list[tuple[Any, str, Any]]:
-    """Replace functions that copy or end the process of all ranks, in `os` and `posix`."""
+    """Replace functions that copy or end the process of all ranks."""
     leave = _exit_of_ranks(run)
-    changes: list[tuple[Any, str, Any]] = [(module, "_exit", leave) for module in (os, posix)]
+    changes = _changed(_SYSTEM, "_exit", lambda own: leave)
     kinds = {
         "aborts": ("abort",),
         "forks": ("fork", "forkpty"),
@@ -249,8 +261,7 @@ def _ends_of_processes(run: Run) -> list[tuple[Any, str, Any]]:
     }
     for what, names in kinds.items():
         for name in names:
-            refuse = _refusal(run, what, getattr(posix, name))
-            changes += [(module, name, refuse) for module in (os, posix)]
+            changes += _changed(_SYSTEM, name, partial(_refusal, run, what))
     return changes
 
 
