@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds docstrings and comments that begin with a word of first_words.toml; 1 if there are any."""
+"""Finds docstrings, help texts and comments that begin with a word of first_words.toml.
+
+It exits with 1 if there are any.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,27 @@ except ModuleNotFoundError:  # Python 3.10
 ROOT = Path(__file__).parents[1]
 ROOMS = ("python", "cpp", "tests_py")
 RULES = Path(__file__).with_suffix(".toml")
+_OPTIONS = ("option", "of_model", "_of_rank")  # names, default, help, ...
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each docstring, also of those that are assigned to ``__doc__``."""
+    """Yield line and text of each docstring, assigned to ``__doc__`` or not, and of help texts."""
     for node in ast.walk(ast.parse(source)):
-        value = None
+        value = help_of(node) if isinstance(node, ast.Call) else None
         if isinstance(node, _DOCUMENTED) and node.body and isinstance(node.body[0], ast.Expr):
             value = node.body[0].value
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "__doc__":
             value = node.value
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             yield value.lineno, value.value
+
+
+def help_of(call: ast.Call) -> ast.expr | None:
+    """Return the help text of an option of a command, or None."""
+    if getattr(call.func, "id", "") in _OPTIONS:
+        return call.args[2]
+    return next((given.value for given in call.keywords if given.arg == "help"), None)
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:

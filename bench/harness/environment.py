@@ -14,7 +14,7 @@ from typing import Any
 import cpattn
 from bench.harness.worker import ROOT
 from cpattn import _core
-from cpattn._machine import cpu_name
+from cpattn.doctor.cpu_name import cpu_name
 
 RESULTS = ROOT / "bench" / "results"
 #: Benchmarks whose results with and without AMX are kept: AMX has another peak and other bars.

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from audit.machine import INSTRUCTION_SETS
-from cpattn import _core, _machine, supported_isas, torch_guard
-from cpattn.doctor import engines, environment, machine, report, self_test
+from cpattn import _core, supported_isas, torch_guard
+from cpattn.doctor import cpu_name, engines, environment, machine, report, self_test
 from cpattn.doctor.finding import Finding
 from cpattn_terminal import commands  # noqa: F401  # before a test hides what is installed
 from support.command_line import invoke
@@ -383,12 +383,12 @@ def test_attention_differs_from_its_oracle(monkeypatch):
 
 
 def test_cpu_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(_machine, "_CPUINFO", tmp_path / "cpuinfo")
-    assert _machine.cpu_name() == platform.machine()  # no such file
+    monkeypatch.setattr(cpu_name, "_CPUINFO", tmp_path / "cpuinfo")
+    assert cpu_name.cpu_name() == platform.machine()  # no such file
     for text, name in (
         ("CPU implementer : 0x41\n", platform.machine()),  # Arm has such a file
         ("model name\t: A CPU @ 2 GHz\n\nmodel name\t: another\n", "A CPU @ 2 GHz"),
         ("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: A\n", "A family 25 model 17"),
     ):
-        _machine._CPUINFO.write_text(text)
-        assert _machine.cpu_name() == name
+        cpu_name._CPUINFO.write_text(text)
+        assert cpu_name.cpu_name() == name

@@ -14,6 +14,7 @@ class Pool:
     size = """Of no docstring."""
 Pool.__doc__ = """The
   same."""
+add("--size", help="of a pool")
 '''
 CPP = """/// The size
 /// of which the second line begins so
@@ -25,6 +26,7 @@ int words();
 FAULTS = """cpp/meta/pool.h:6: begins with 'This': This, too.
 python/cpattn/kv/pool.py:1: begins with 'of': of a module
 python/cpattn/kv/pool.py:8: begins with 'The same': The same.
+python/cpattn/kv/pool.py:10: begins with 'of': of a pool
 """
 
 
@@ -39,7 +41,7 @@ def test_each_place_is_found(tmp_path, monkeypatch, capsys):
     assert first_words.main() == 1
     said = capsys.readouterr().out
     assert [line for line in FAULTS.splitlines() if line not in said] == []
-    assert said.count("begins with") == 3
+    assert said.count("begins with") == 4
     (tmp_path / "rules.toml").write_text('words = ["Behind"]\n[allowed]\n')
     assert first_words.main() == 0
 

@@ -103,7 +103,7 @@ void register_copy_blocks(py::module_& module) {
       .def("contain", &contain, "addrs"_a, "lengths"_a);
   py::class_<BlockLists>(
       module, "Blocks", py::module_local(),
-      "The lists of a write, read once: who changes them later changes nothing."
+      "Lists of a write, copied: later changes of them have no effect."
   )
       .def(py::init(&make_blocks), "function"_a, "src_addrs"_a, "dst_addrs"_a, "lengths"_a)
       .def("lie_in", &lie_in, "sources"_a, "targets"_a)

@@ -77,11 +77,11 @@ def build_cp_metadata(
         `seq_lens`, or else for ``[num_tokens]``.
     weights : floats [cp_size], optional
         Speed of each rank, finite and above 0, in any unit: a rank with twice the weight has twice
-        as many pairs of queries and keys. The cut is the same on every machine. Not for
-        ``"interleave"``. With `page_size` alone all weights are equal.
+        as many pairs of queries and keys. The cut is the same on every machine.
+        ``"interleave"`` refuses weights. With `page_size` alone all weights are equal.
     page_size : int, optional
         Cuts tokens only at pages of so many positions, cached ones counted. There must be at least
-        cp_size pages with new tokens. Not for ``"interleave"``.
+        cp_size pages with new tokens. ``"interleave"`` refuses it.
 
     Returns
     -------

@@ -119,15 +119,15 @@ class RankAttention:
         Raises
         ------
         TypeError
-            If the plan is of `plan_decode`, `scale` is no number, or a flag is no bool. Also if
-            `out`, or a cache that is written, was made under ``torch.inference_mode()`` and the
-            call is outside.
+            If the plan is of `plan_decode`, `scale` is no number, or a flag is no bool. It is
+            also raised if `out`, or a cache that is written, was made under
+            ``torch.inference_mode()`` and the call is outside.
         ValueError
             If there are fewer rows than tokens of this rank, page ids exceed the caches, shapes or
             dtypes do not fit, padding tokens meet ``causal=False`` without a mask (others would see
-            them), or ``write_kv`` would refuse the new rows. Also if `prefetched` is of another
-            plan or object, is not the latest, has no layer left, or has other caches or another
-            window for this layer. Nothing has been written then.
+            them), or ``write_kv`` would refuse the new rows. It is also raised if
+            `prefetched` is of another plan or object, is not the latest, has no layer left, or has
+            other caches or another window for this layer. Nothing has been written then.
         RuntimeError
             If all ranks must make the call, and another rank refuses its arguments, makes another
             call, has another plan, other rows or options, differs in whether it has `prefetched`,

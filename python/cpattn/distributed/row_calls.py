@@ -91,9 +91,9 @@ class RowCalls:
         Raises
         ------
         RuntimeError
-            If values or names differ; the message names the ranks. Also if another rank has raised
-            an error in the block, makes another call or does not answer; only the last makes the
-            group unusable.
+            If values or names differ; the message names the ranks. It is also raised if another
+            rank has raised an error in the block, makes another call or does not answer; only the
+            last makes the group unusable.
 
         Examples
         --------

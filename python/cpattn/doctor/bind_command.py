@@ -23,8 +23,10 @@ _THREADS = ("OMP_NUM_THREADS", "CPATTN_NUM_THREADS")
     short_help="Start a rank on the cores and the memory of its NUMA node.",
     context_settings={"allow_interspersed_args": False},  # options behind COMMAND belong to COMMAND
 )
-@click.option("--ranks", type=Integer(1, 4096), help="Ranks of this host [default: as launched].")
-@click.option("--smt", is_flag=True, help="Also the other hardware threads of each core.")
+@click.option(
+    "--ranks", type=Integer(1, 4096), help="Number of ranks on this host [default: as launched]."
+)
+@click.option("--smt", is_flag=True, help="Add the other hardware threads of each core.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def bind(ranks: int | None, smt: bool, command: tuple[str, ...]) -> None:
     """Start COMMAND on the cores of its rank, or show the cores of each rank.

@@ -16,7 +16,9 @@ CommandGroup.examples["doctor"] = "cpattn doctor"
 
 
 @click.command(short_help="Say what this machine and environment will do.")
-@click.option("--json", "as_json", is_flag=True, help="For machines: JSON on standard output.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output, for programs."
+)
 def doctor(as_json: bool) -> None:
     """Say what this machine and environment will do with cpattn.
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from .. import _core, torch_guard
 from .._arguments import count
-from .._machine import cpu_name
 from .._numa import ranges, read
 from . import topology
+from .cpu_name import cpu_name
 from .finding import Finding
 from .topology import size
 

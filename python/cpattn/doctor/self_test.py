@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from .. import _core, reference
-from .._roundings import error_in_units
 from ..attention import paged_attention
 from .finding import Finding
+from .roundings import error_in_units
 
 _SECTION = "self-test"
 _SECONDS = 60

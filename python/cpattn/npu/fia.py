@@ -118,7 +118,7 @@ def npu_fused_infer_attention_score(
         Whether to return the log-sum-exp.
     key_antiquant_scale, key_antiquant_offset, value_antiquant_scale, value_antiquant_offset
         Dequantization of int8 `key` and `value`: (code + offset) * scale. Both scales are required;
-        both offsets may be missing. Not for TND layouts, nor with rope.
+        both offsets may be missing. TND layouts and rope parts refuse them.
     key_antiquant_mode, value_antiquant_mode : int
         Granularity and shape of scales and offsets; the same for both, or 0 for keys and 1 for
         values::

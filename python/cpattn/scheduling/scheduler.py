@@ -17,7 +17,7 @@ from .request import Request, checked_requests
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens begin ... end - 1 of one request in one batch; the `begin` tokens before are prefix.
+    """Part of a request that one batch computes: tokens `begin` to `end` - 1, after a prefix.
 
     Attributes
     ----------
@@ -152,8 +152,8 @@ def prefill_batches(
         If `requests` has no Requests, `cache` is no PrefixCache, or a number is no integer.
     ValueError
         If a number is below 1, a prompt has more tokens than the pool, or its hashes are not one
-        for each block: asking for the first batch raises it. Also if a prompt waits for pages that
-        leases of others hold.
+        for each block: asking for the first batch raises it. It is also raised if a prompt waits
+        for pages that leases of others hold.
 
     Examples
     --------

@@ -36,7 +36,7 @@ class KVLayout(_core.KVLayout):
     shard_rank, shard_size : int
         Striping of pools by pages (`cpattn.kv.PageInterleave`): page l of the group is page
         ``l // shard_size`` of rank ``l % shard_size``. Page lists then name pages of the group and
-        are the same for all its ranks. Not with DCP.
+        are the same for all its ranks. DCP excludes it.
 
     Raises
     ------

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from cpattn import reference
-from cpattn._roundings import error_in_units
 from cpattn.context_parallel.exchanges import EXCHANGES, ON_ALL_RANKS
 from cpattn.distributed.context_parallel import ContextParallel
 from cpattn.distributed.plans.plan import ContextParallelPlan
+from cpattn.doctor.roundings import error_in_units
 from cpattn.kv import PageInterleave, TokenInterleave
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from cpattn import _core
 from cpattn._core import __version__, active_isa
-from cpattn._roundings import DTYPES
 from cpattn.context_parallel.exchanges import ON_ALL_RANKS
+from cpattn.doctor.roundings import DTYPES
 from cpattn_terminal import streams
 from cpattn_terminal.exit_codes import INTERRUPTED
 from cpattn_terminal.progress import ProgressBar, ProgressLines, make_progress
@@ -114,12 +114,19 @@ def _parse() -> argparse.Namespace:
         epilog="Start it with torchrun on every machine.",
     )
     count, seconds = _up_to(1 << 20, int), _up_to(1e6, float)
-    parser.add_argument("--tokens", type=count, default=2048, help="of a rank, in the timed batch")
     parser.add_argument(
-        "--cached", type=count, default=4096, help="for each rank, in the timed exchanges"
+        "--tokens", type=count, default=2048, help="new tokens of each rank in the timed batch"
+    )
+    parser.add_argument(
+        "--cached",
+        type=count,
+        default=4096,
+        help="cached tokens of each rank in the timed exchanges",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--repeats", type=count, default=3, help="timed calls; the fastest counts")
+    parser.add_argument(
+        "--repeats", type=count, default=3, help="number of timed calls; the fastest counts"
+    )
     parser.add_argument("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args()

@@ -19,7 +19,7 @@ CommandGroup.examples["explain"] = "cpattn explain --lens 13,40 --prefix 0,64 --
 @click.option("--lens", type=IntegerList(), required=True, help="New tokens of each sequence.")
 @click.option("--prefix", type=IntegerList(), help="Cached tokens of each sequence [default: 0].")
 @option("--cp-size", 2, "Number of ranks.", Integer(1, MAX_RANKS))
-@option("--strategy", "zigzag", "How sequences are cut.", click.Choice(STRATEGIES))
+@option("--strategy", "zigzag", "Way of cutting sequences.", click.Choice(STRATEGIES))
 def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: str) -> None:
     """Print the block map of a plan: which rank computes which tokens, and what they see.
 

@@ -45,32 +45,39 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 
 
 @click.command(short_help="Predict attention over many ranks: time, balance, traffic.")
-@option("--cp-size", "8..1024", "Ranks; a range doubles up to its end.", CpSizes())
-@option("--strategy", "all", "How sequences are cut.", click.Choice((*STRATEGIES, "all")))
+@option("--cp-size", "8..1024", "Number of ranks; a range doubles up to its end.", CpSizes())
+@option("--strategy", "all", "Way of cutting sequences.", click.Choice((*STRATEGIES, "all")))
 @of_model(
-    "--placement", "replicated; --decode: page_interleave", "Who keeps which keys.", PoolPlacement()
+    "--placement",
+    "replicated; --decode: page_interleave",
+    "Placement of keys on ranks.",
+    PoolPlacement(),
 )
 @of_model(
     "--exchange",
     "gather; --decode: all_to_all",
-    "What ranks send; auto: the fewest bytes.",
+    "Rows that ranks send; auto: the fewest bytes.",
     _PLANNED_EXCHANGE,
 )
-@click.option("--mesh", type=MeshShape(), help="Ranks, for usp: heads in rows, a ring of these.")
+@click.option(
+    "--mesh",
+    type=MeshShape(),
+    help="Shape of the ranks for usp: a ring of rows, each of which shares out heads.",
+)
 @of_model(
     "--overlap",
     "none",
-    "Exchange while attending; ahead: cached keys of the next layer, too.",
+    "Exchange during attention; ahead: cached keys of the next layer, too.",
     click.Choice(("none", "full", "ahead")),
 )
 @of_model(
     "--state-dtype",
     "float32",
-    "dtype of outputs that are sent to be merged.",
+    "Data type of partial results that ranks send.",
     click.Choice(DTYPES[1:]),
 )
 @click.option("--hosts", type=CpSizes(), help="Number of hosts; replaces --cp-size.")
-@of_model("--ranks-per-host", "1", "Ranks on each host, in shared memory.", MODEL_SIZE)
+@of_model("--ranks-per-host", "1", "Ranks on each host; they share memory.", MODEL_SIZE)
 @click.option("--cpus", type=MODEL_SIZE, help="CPUs of a host [default: one for each thread].")
 @click.option(
     "--decode",
@@ -82,7 +89,7 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
     "--out-heads", "own", "Heads that a rank has after a decode step.", click.Choice(("own", "all"))
 )
 @of_model("--tokens", "32768", "New tokens of one sequence.", Integer(1, MAX_BATCH_TOKENS))
-@of_model("--prefix", "0", "Cached tokens before them.", Integer(0))
+@of_model("--prefix", "0", "Cached tokens before the new ones.", Integer(0))
 @click.option(
     "--extend-lens", type=IntegerList(), help="New tokens of each sequence; replaces --tokens."
 )
@@ -97,38 +104,44 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @option("--kv-heads num_kv_heads", 8, "Key/value heads.", MODEL_SIZE)
 @option("--head-dim", 128, "Width of a head.", HEAD_DIM)
 @of_model("--v-head-dim", "as --head-dim", "Width of a head of values.", HEAD_DIM)
-@option("--dtype", "bfloat16", "Of queries, keys and values.", click.Choice(DTYPES[1:]))
+@option("--dtype", "bfloat16", "Data type of queries, keys and values.", click.Choice(DTYPES[1:]))
 @option("--layers num_layers", 32, "Layers of the model.", MODEL_SIZE)
 @option("--page-size", 128, "Tokens in a page.", SIZE)
 @click.option(
     "--window",
     type=KeyWindow(),
-    help="Keys before its own that a token sees, or before and behind, also all.",
+    help="Keys that a token sees before its own, or before and behind it; all: no bound.",
 )
 @click.option("--latent", is_flag=True, help="Values are the start of keys, as in absorbed MLA.")
 @click.option(
     "--bias",
     type=click.Choice(("alibi", *DTYPES[1:])),
-    help="What is added to scores: distances, or numbers for each head. --calibrate has its time.",
+    help="Term added to scores: distances, or numbers for each head; --calibrate times it.",
 )
 @click.option("--calibrate", is_flag=True, help="Measure the rates here, in a few seconds.")
 @_of_rank(
     "--threads --threads-per-rank", "32; measured: all CPUs", "Threads of a rank.", MODEL_SIZE
 )
-@_of_rank("--gflops", "by dtype, see above", "Products of attention, all threads of a rank.", _RATE)
-@_of_rank("--pack-rows", "24", "Packing a key, as rows of products with it.")
-@_of_rank("--row-keys", "75", "What a row costs beside its products, as keys.")
-@_of_rank("--call-us", "6", "Microseconds of a call of attention.")
-@_of_rank("--lse-share", "0", "What LSEs cost, as a share of the products.")
-@_of_rank("--merge-ns", "2.7", "Nanoseconds of a thread to merge an element of a partial result.")
+@_of_rank(
+    "--gflops", "by dtype, see above", "Products of attention by all threads of a rank.", _RATE
+)
+@_of_rank("--pack-rows", "24", "Cost of packing a key, in rows of products with it.")
+@_of_rank("--row-keys", "75", "Cost of a row beside its products, in keys.")
+@_of_rank("--call-us", "6", "Overhead of a call of attention, in microseconds.")
+@_of_rank("--lse-share", "0", "Cost of LSEs, as a share of the products.")
+@_of_rank(
+    "--merge-ns", "2.7", "Time of a thread to merge an element of a partial result, in nanoseconds."
+)
 @_of_rank("--gather-gb-per-s", "1.25", "GB/s into a rank or host, and out of it.", _RATE)
-@_of_rank("--latency-us", "200", "Microseconds of an exchange; a gather is two.")
-@_of_rank("--message-us", "20", "Microseconds for each peer in an exchange.")
+@_of_rank("--latency-us", "200", "Latency of an exchange, in microseconds; a gather is two.")
+@_of_rank("--message-us", "20", "Time of a message to a peer, in microseconds.")
 @_of_rank(
     "--store-gb-per-s", "4 a thread, up to 40", "GB/s of received keys and values to a pool.", _RATE
 )
 @_of_rank("--exchange-cpu-gb-per-s", "2.5", "GB/s that a CPU sends and receives.", _RATE)
-@click.option("--json", "json_path", type=OUTPUT, help="Write all of it, rank by rank, to a file.")
+@click.option(
+    "--json", "json_path", type=OUTPUT, help="Write the prediction of every rank to this file."
+)
 def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> None:
     """Predict the time, balance and traffic of attention over many ranks.
 

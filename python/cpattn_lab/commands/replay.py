@@ -49,23 +49,25 @@ CommandGroup.examples["replay"] = "cpattn replay --requests 16 --html report.htm
     "captures",
     multiple=True,
     type=INPUT,
-    help="Instead: make the plans of a recorded run again.",
+    help="Make the plans of a recorded run again, instead of a replay.",
 )
-@option("--requests num_requests", 64, "Requests, from the start of the trace.", REQUESTS)
-@option("--scale-lengths", 8, "Divide all lengths, blocks too; a divisor of 512.", SIZE)
+@option("--requests num_requests", 64, "Requests taken from the start of the trace.", REQUESTS)
+@option("--scale-lengths", 8, "Divisor of all lengths and of blocks; it divides 512.", SIZE)
 @option("--seed", 1, "Seed of generated traffic, tokens and weights.", Integer(0, 2**64 - 1))
 @option("--cp-size", 2, "Processes of a pipeline stage, which share out its tokens.", SIZE)
 @option("--pp-size", 1, "Pipeline stages, which share out the layers and take turns.", SIZE)
-@option("--strategy", "zigzag", "How sequences are cut.", _STRATEGY)
-@click.option("--weights", type=IntegerList(1 << 16), help="Speeds of ranks, as 4,1; else equal.")
+@option("--strategy", "zigzag", "Way of cutting sequences.", _STRATEGY)
+@click.option(
+    "--weights", type=IntegerList(1 << 16), help="Speeds of ranks, such as 4,1 [default: equal]."
+)
 @click.option(
     "--placement",
     default="replicated",
     type=PoolPlacement(),
-    help="Which rank's KV pool holds which keys.",
+    help="Placement of keys on the KV pools of ranks.",
     show_default=True,
 )
-@option("--exchange", "auto", "How queries meet keys of other ranks' pools.", _EXCHANGE)
+@option("--exchange", "auto", "Rows that ranks send to attend to keys of other ranks.", _EXCHANGE)
 @click.option("--against-replicated", is_flag=True, help="Replay over replicated pools, too.")
 @option("--hosts", 1, "Network namespaces that ranks are divided among (root).", Integer(1, 64))
 @click.option("--link-gbps", type=Number(1e-3, 1e3), help="Rate of a host's link, Gbit/s.")
@@ -73,7 +75,7 @@ CommandGroup.examples["replay"] = "cpattn replay --requests 16 --html report.htm
 @option("--max-sequences", 64, "Sequences in a batch.", MODEL_SIZE)
 @option("--page-size", 32, "Tokens in a page; divides 512 / scale-lengths.", SIZE)
 @option("--pool-tokens", 24576, "Tokens that the KV pool holds, in whole pages.", SIZE)
-@option("--model", "dense", "Dense, or sparse attention as in DeepSeek-V3.2.", _MODEL)
+@option("--model", "dense", "Dense attention, or sparse attention as in DeepSeek-V3.2.", _MODEL)
 @of_model("--layers num_layers", "4; dsa: 1", "Decoder layers; dsa has one.", Integer(1, 1024))
 @of_model("--hidden-size", "512", "Width of the decoder.", MODEL_SIZE)
 @of_model("--heads num_heads", "8; dsa: 16", "Query heads.", _HEADS)
@@ -83,15 +85,30 @@ CommandGroup.examples["replay"] = "cpattn replay --requests 16 --html report.htm
 @of_model("--index-heads", "16", "dsa: heads of the indexer.", _HEADS)
 @of_model("--topk", "512", "dsa: keys that the indexer chooses for a query.", MODEL_SIZE)
 @of_model("--q-lora-rank", "512", "dsa: width of the latent of queries.", MODEL_SIZE)
-@of_model("--kv-dtype", "auto", "Of the KV pool; auto, bf16: as --dtype.", _KV_DTYPE)
-@of_model("--prefill-impl", "flashmla_kv", "dsa: flashmla_sparse expands FP8 rows first.", _IMPL)
-@click.option("--disaggregate", is_flag=True, help="Decode, in another process.")
-@of_model("--decode-tokens", "8", "Of each request, at most its output_length.", MODEL_SIZE)
-@of_model("--decode-ranks", "1", "Processes that decode, with a share of the pages each.")
-@option("--dtype", "auto", "auto: bfloat16 if the CPU multiplies it.", click.Choice(DTYPES))
-@option("--threads num_threads", 0, "Of a process; 0: cores / processes.", Integer(0))
+@of_model("--kv-dtype", "auto", "Data type of the KV pool; auto and bf16 take --dtype.", _KV_DTYPE)
+@of_model(
+    "--prefill-impl",
+    "flashmla_kv",
+    "dsa: kernel of prompts; flashmla_sparse expands FP8 rows first.",
+    _IMPL,
+)
+@click.option("--disaggregate", is_flag=True, help="Decode in another process.")
+@of_model(
+    "--decode-tokens",
+    "8",
+    "Tokens to decode for each request, at most its output_length.",
+    MODEL_SIZE,
+)
+@of_model("--decode-ranks", "1", "Processes that decode; each has a share of the pages.")
+@option(
+    "--dtype",
+    "auto",
+    "Data type; auto takes bfloat16 if the CPU multiplies it.",
+    click.Choice(DTYPES),
+)
+@option("--threads num_threads", 0, "Threads of a process; 0 divides the cores.", Integer(0))
 @option("--check/--no-check", True, "Compare with one process without cache.")
-@of_model("--check-rows", "16", "Rows compared of each sequence in a batch.")
+@of_model("--check-rows", "16", "Rows of each sequence in a batch that are compared.")
 @option("--torch-baseline/--no-torch-baseline", True, "Time torch on the same batches.")
 @click.option("--json", "json_path", type=OUTPUT, help="Write everything measured to this file.")
 @click.option("--html", "html_path", type=OUTPUT, help="Write a report with plots to this file.")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cpattn._core import __version__, active_isa
-from cpattn._machine import cpu_name
+from cpattn.doctor.cpu_name import cpu_name
 from cpattn.scheduling.prefix_cache import PrefixCache
 from cpattn.scheduling.request import Request
 from cpattn.scheduling.scheduler import Batch, prefill_batches

@@ -23,32 +23,36 @@ _SECONDS = Number(0.1, 86_400)
 @click.argument("operator", metavar="MODULE:FUNCTION")
 @click.option(
     "--signature", required=True, metavar="NAME",
-    help="How it is called: cpattn, sdpa, flash_attn_varlen, flash_attn_with_kvcache, flashinfer, "
-    "npu_fused_infer_attention_score, transformers, or of what selects keys topk, indexer_topk or "
-    "dcp_local_indices; or MODULE:ADAPTER of your own.",
+    help="Calling convention of the operator: cpattn, sdpa, flash_attn_varlen, "
+    "flash_attn_with_kvcache, flashinfer, npu_fused_infer_attention_score or transformers; topk, "
+    "indexer_topk or dcp_local_indices if it selects keys; or MODULE:ADAPTER of your own.",
 )  # fmt: skip
 @click.option(
     "--without", multiple=True, metavar="FEATURE",
-    help="What it does not claim to do, as softcap, sinks, lse, far or float16. Repeatable.",
+    help="Feature that the operator lacks: softcap, sinks, lse, far, float16; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--examples", type=_EXAMPLES, default=150, show_default=True,
-    help="Cases to make besides those at the edges.",
+    help="Number of generated cases; cases at the edges come first.",
 )  # fmt: skip
 @click.option(
     "--seconds", type=_SECONDS, default=45, show_default=True,
-    help="Time for all of it, about; cases at the edges are tried all the same.",
+    help="Approximate time for all cases; those at the edges always run.",
 )  # fmt: skip
-@click.option("--seed", type=_SEED, default=0, show_default=True, help="Of the cases.")
 @click.option(
-    "--device", default="cpu", show_default=True, help="Where tensors live, as torch names it."
+    "--seed", type=_SEED, default=0, show_default=True, help="Seed of the generated cases."
+)
+@click.option(
+    "--device", default="cpu", show_default=True, help="Device of the tensors, as torch names it."
 )
 @click.option(
     "--time-limit", type=_SECONDS, default=10, show_default=True,
-    help="Seconds that a call may take.",
+    help="Time that a call may take, in seconds.",
 )  # fmt: skip
 @require_option
-@click.option("--json", "as_json", is_flag=True, help="For machines: JSON on standard output.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output, for programs."
+)
 @html_option
 def conform(
     operator: str, signature: str, without: tuple[str, ...], examples: int, seconds: float,

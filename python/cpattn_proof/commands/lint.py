@@ -29,22 +29,26 @@ CommandGroup.examples["lint"] = "cpattn lint plan.json"
     "captures",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Also the batches of a recorded run, given once for each rank.",
+    help="Check the batches of a recorded run, too; give it once for each rank.",
 )
-@click.option("--ranks", type=Integer(1, 1024), help="Plan those of --capture for so many ranks.")
+@click.option(
+    "--ranks", type=Integer(1, 1024), help="Plan the batches of --capture for so many ranks."
+)
 @click.option(
     "--strategy",
     type=click.Choice(("zigzag", "interleave", "contiguous")),
-    help="Plan them by this one.",
+    help="Strategy for planning the batches of --capture.",
 )
 @click.option(
     "--placement",
     type=PoolPlacement(),
-    help="Plan them for pools that hold these keys.",
+    help="Placement for planning the batches of --capture.",
 )
 @require_option
 @html_option
-@click.option("--json", "as_json", is_flag=True, help="For programs: JSON on standard output.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output, for programs."
+)
 @click.option(
     "--shrink-to",
     type=OutputPath(),

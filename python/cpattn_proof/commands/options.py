@@ -32,5 +32,5 @@ require_option = click.option(
     "required",
     type=Requirements(),
     default=(),
-    help="Invariants that have to be checked, as COV,LSE: exit code 2 where one is not.",
+    help="Invariants that must be checked, such as COV,LSE; exit code 2 if one is not.",
 )

@@ -31,39 +31,47 @@ CommandGroup.examples["simulate"] = "cpattn simulate --ranks 8 script.py"
     "--ranks",
     type=Integer(1, 64),
     default=8,
-    help="How many.  [default: 8, or those of --capture]",
+    help="Number of ranks.  [default: 8, or those of --capture]",
 )
 @click.option(
     "--capture",
     "captures",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="What a recorded run sent, in place of a script; once for each rank.",
+    help="Replay the messages of a recorded run, not a script; give it once for each rank.",
 )
 @click.option(
     "--strategy",
     type=click.Choice(("zigzag", "interleave", "contiguous")),
-    help="Plan the batches of --capture again by this one.",
+    help="Strategy for planning the batches of --capture again.",
 )
 @click.option(
     "--seed",
     "seeds",
     type=Integer(0, 2**31),
     multiple=True,
-    help="An order in which ranks run; may be given again.  [default: 0, 1 and 2]",
+    help="Seed of an order in which ranks run; may be repeated.  [default: 0, 1 and 2]",
 )
 @click.option(
-    "--time-limit", type=Number(0.1, 86400), default=60.0, help="Seconds.", show_default=True
+    "--time-limit",
+    type=Number(0.1, 86400),
+    default=60.0,
+    help="Time limit of a run, in seconds.",
+    show_default=True,
 )
-@click.option("--buffered-sends", is_flag=True, help="Sends end before they are received.")
+@click.option("--buffered-sends", is_flag=True, help="Let sends end before they are received.")
 @click.option(
-    "--latency-us", type=Number(0, 1e9), default=10.0, help="Of a message.", show_default=True
+    "--latency-us",
+    type=Number(0, 1e9),
+    default=10.0,
+    help="Latency of a message, in microseconds.",
+    show_default=True,
 )
 @click.option(
     "--gbps",
     type=Number(1e-3, 1e6),
     default=100.0,
-    help="Gbit/s of a link of a rank.",
+    help="Rate of a rank's link, in Gbit/s.",
     show_default=True,
 )
 @click.option(
@@ -71,17 +79,17 @@ CommandGroup.examples["simulate"] = "cpattn simulate --ranks 8 script.py"
     "own_modules",
     multiple=True,
     metavar="NAME",
-    help="A package that each rank imports for itself; may be given again.",
+    help="Package that each rank imports for itself; may be repeated.",
 )
 @click.option(
     "--cuda-as-cpu/--no-cuda-as-cpu",
     default=None,
-    help="Do on the CPU what is asked of CUDA.  [default: where there is no device]",
+    help="Run calls of CUDA on the CPU.  [default: where there is no device]",
 )
 @require_option
 @click.option("--trace", type=OutputPath(), help="Write the timeline, for ui.perfetto.dev.")
 @click.option("--html", type=OutputPath(), help="Write report and timeline as a page to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON alone.")
 @click.argument(
     "script", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )

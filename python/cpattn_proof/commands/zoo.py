@@ -19,9 +19,13 @@ CommandGroup.examples["zoo"] = "cpattn zoo --tool lint"
 
 
 @click.command(short_help="Refute bugs that engines shipped, rebuilt small.")
-@click.option("--tool", type=click.Choice(TOOLS), help="Only what this tool refutes.")
-@click.option("--only", default="", metavar="TEXT", help="Only bugs whose name has this in it.")
-@click.option("--json", "as_json", is_flag=True, help="For programs: JSON on standard output.")
+@click.option("--tool", type=click.Choice(TOOLS), help="Show only bugs that this tool refutes.")
+@click.option(
+    "--only", default="", metavar="TEXT", help="Show only bugs whose names contain this text."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output, for programs."
+)
 def zoo(tool: str | None, only: str, as_json: bool) -> None:
     """Refute bugs of real engines and libraries, rebuilt small, and prove them mended.
 

@@ -144,7 +144,7 @@ def _without_requests(document: Document, search: _Search) -> Document:
 
 
 def _is_shared(document: Document, dropped: set[int]) -> bool:
-    """Whether others say how far they are like one of these: without it they would be alone."""
+    """Return whether a remaining request shares a prefix with a dropped one."""
     return any(
         number not in dropped and request.get("shares", {}).get("request") in dropped
         for number, request in enumerate(document["requests"])

@@ -114,14 +114,14 @@ def play(seed: int, options: argparse.Namespace) -> tuple[Round, list[str], bool
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition(";")[0])
     add = parser.add_argument
-    add("--rounds", type=int, help="how many (default: until --seconds are over)")
-    add("--seconds", type=float, default=3600, help="for how long at most (default: %(default)s)")
-    add("--seed", type=int, default=int(time.time()), help="of the first round (default: the time)")
+    add("--rounds", type=int, help="number of rounds (default: until --seconds are over)")
+    add("--seconds", type=float, default=3600, help="longest time, in seconds (%(default)s)")
+    add("--seed", type=int, default=int(time.time()), help="first round (default: the time)")
     add("--in-turns", action="store_true", help="all faults, by two transports, in 33 rounds")
     add("--only", type=int, help="the round with this seed alone, and all that its ranks say")
-    add("--fault", choices=FAULTS, help="this one in all rounds")
-    add("--exchange", choices=EXCHANGES, help="this one in all rounds")
-    add("--transport", choices=TRANSPORTS, help="this one in all rounds, of three ranks and more")
+    add("--fault", choices=FAULTS, help="fault of all rounds")
+    add("--exchange", choices=EXCHANGES, help="exchange of all rounds")
+    add("--transport", choices=TRANSPORTS, help="transport of all rounds, of three ranks and more")
     add("--jobs", type=int, default=4, help="worlds at a time, which mostly wait (default: 4)")
     options = parser.parse_args()
     options.verbose = options.only is not None

@@ -13,7 +13,7 @@ namespace cpattn {
 
 /// Part of the keys of a batch.
 struct KeyPart {
-  bool cached = false;        // those of prefixes, from the pools
+  bool cached = false;        // cached keys, read from the pools
   bool new_in_pools = false;  // new ones, from the pools
   bool new_rows = false;  // new ones, which are in no pool yet, from the ranks that compute them
 };

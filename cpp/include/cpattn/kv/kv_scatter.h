@@ -17,8 +17,8 @@ struct KVRows {
   /// order. The last dimension is contiguous, other strides are free.
   TensorView rows;
   const KVBuffer& buffer;
-  /// Divisors of rows of another dtype: `scale`; or `scales`, float32 [num_heads], one for each of
-  /// a row's heads, which follow each other.
+  /// Rows of another dtype are divided by `scale` or, if given, by `scales`: float32 [num_heads],
+  /// one for each of a row's heads, which follow each other.
   double scale = 1;
   std::optional<TensorView> scales;
   int64_t num_heads = 1;

@@ -67,9 +67,9 @@ struct FiaArguments {
 struct FiaPlan {
   std::vector<int64_t> out_shape;  // dtype of query
   std::vector<int64_t> lse_shape;  // float32; [1] without softmax_lse_flag
-  /// One plan if in every tensor all rows are one stride apart. Otherwise (several
-  /// sequences of several tokens with the heads outside the tokens) one for each
-  /// sequence; none if query is empty.
+  /// Holds one plan if in every tensor all rows are one stride apart. Otherwise (several
+  /// sequences of several tokens with the heads outside the tokens) it holds one for each
+  /// sequence, and none if query is empty.
   std::vector<AttentionPlan> plans;
 
   AttentionArguments arguments;  // all but q, q_rope, out and lse

@@ -83,8 +83,8 @@ void transform_index_page_table_decode(
     const SlotTable& table, const IndexTable& indices, const TensorView& out
 );
 
-/// Does the same where extend_lens[s] rows of each sequence s read row s of the table. The
-/// lengths add up to the number of rows.
+/// Writes slots if extend_lens[s] rows of each sequence s read row s of the table. The lengths
+/// add up to the number of rows.
 void transform_index_page_table_prefill(
     const SlotTable& table,
     const IndexTable& indices,

@@ -67,7 +67,7 @@ class Host(Protocol):
     def leave(self, because_of: int = -1) -> None: ...
 
 
-# By group whose ranks share memory, on one host or on each host.
+# Host of each group whose ranks share memory, on one host or on each host.
 HOSTS: WeakKeyDictionary[dist.ProcessGroup, Host] = WeakKeyDictionary()
 _ROLL_CALLS: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary()
 

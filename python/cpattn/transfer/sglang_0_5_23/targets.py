@@ -61,8 +61,8 @@ def pull_targets(
     """Find the prefill ranks from which a decode rank pulls, over TP, CP and PP of both servers.
 
     Tensor-parallel ranks are those of `decode_targets`. If they stripe the pages of a latent, each
-    has its own pages, and all send. Of a context-parallel group, all ranks send if they divide
-    pages or layers, else only the first. Of a pipeline, all stages send, or only the own stage if
+    has its own pages, and all send. In a context-parallel group, all ranks send if they divide
+    pages or layers, else only the first. In a pipeline, all stages send, or only the own stage if
     decode has as many stages.
 
     Parameters

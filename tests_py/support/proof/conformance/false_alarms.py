@@ -24,12 +24,14 @@ SECONDS_OF_A_CALL = 120.0  # enough for a busy machine
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0 without findings, 1 with false alarms."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=600, help="of each operator, beside edges")
-    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--cases", type=int, default=600, help="cases of an operator, beside edges")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
     parser.add_argument("--only", default="", help="operators whose name has this in it")
-    parser.add_argument("--device", default="cpu", help="where tensors live, as torch names it")
+    parser.add_argument("--device", default="cpu", help="device of tensors, in torch")
     parser.add_argument("--jobs", type=int, default=1, help="operators that are tried at a time")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="of an operator's round")
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="longest time of an operator's round"
+    )
     options = parser.parse_args(arguments)
     known = ATTENTION | SELECTIONS | VLLM if options.device == "cpu" else GPU
     chosen = {

@@ -62,7 +62,7 @@ class Requests:
         }
 
     def free(self, requests: Iterable[int]) -> None:
-        """End requests, at any time; their pages stay cached until needed. Local.
+        """End requests, at any time, and send nothing; their pages stay cached until needed.
 
         Numbers of ended requests are ignored.
         """
