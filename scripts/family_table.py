@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from cpattn.integrations import transformers as integration
 from support.distributed.distributed_worker import run_world
 from support.tolerances import TOLERANCES
-from support.transformers.families import Family, over_ranks, quietly
+from family_models import Family, over_ranks, quietly
 
 PARTS = ("prompt", "padding", "generate", "static cache")
 BATCHES = "continuous batching"

@@ -26,7 +26,8 @@ def models(rows: list[Row]) -> Iterator[str]:
     yield "### Memory"
     longest = cases[0]
     lines = [[row["implementation"], megabytes(row)] for row in longest if row["kept_bytes"]]
-    yield table([["", f"after a {longest[0]['case']['workload']}, of each rank"], *lines], 1)
+    after = f"keys and values after a {longest[0]['case']['workload']}, of each rank"
+    yield table([["", after], *lines], 1)
     if served:
         yield from trace(served[::-1])
 
@@ -58,7 +59,8 @@ def trace(rows: list[Row]) -> Iterator[str]:
     yield "## A trace"
     yield (
         f"{first['requests']} requests of {first['trace']}, lengths divided by "
-        f"{first['lengths_divided_by']}, all at once. Random: {first['random']}. "
+        f"{first['lengths_divided_by']}, sent all at once by OpenAI's client to "
+        f"`examples/serve_over_ranks.py`; {first['dtype']}. Random: {first['random']}. "
         "Beside the median time to a first token is that of nine requests in ten."
     )
     head = ["", "prompt tokens/s", "answer tokens/s", "first token", "90 % within"]
