@@ -58,7 +58,8 @@ def main() -> int:
         print("bench_models.py: skipped, transformers is not installed")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        return program.measure("models", arguments, (), rows_of(arguments, Path(folder)))
+        rows = rows_of(arguments, Path(folder))
+        return program.measure("models", arguments, (), rows, whole=bool(arguments.trace))
 
 
 def rows_of(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:

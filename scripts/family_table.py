@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from family_models import Family, over_ranks, quietly
 from rich.progress import track
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -22,7 +23,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from cpattn.integrations import transformers as integration
 from support.distributed.distributed_worker import run_world
 from support.tolerances import TOLERANCES
-from family_models import Family, over_ranks, quietly
 
 PARTS = ("prompt", "padding", "generate", "static cache")
 BATCHES = "continuous batching"

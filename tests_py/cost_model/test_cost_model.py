@@ -148,7 +148,7 @@ def test_threads_without_an_item_are_idle():
 
 
 def test_fit_finds_the_rates_behind_timings():
-    from cpattn_lab.cost_model.calibration import Sample, _gflops, fit, lse_share
+    from cpattn_lab.cost_model.calibration import Sample, _gflops, fit, lse_share, read_rows
 
     flops, pack_rows, row_keys, call = 4e11, 20.0, 60.0, 5e-6
     samples = []
@@ -160,6 +160,9 @@ def test_fit_finds_the_rates_behind_timings():
     assert rates == pytest.approx({"gflops": 400, "pack_rows": 20, "row_keys": 60, "call_us": 5})
     halved = [sample._replace(seconds=(sample.seconds + call) / 2) for sample in samples]
     assert _gflops(halved, rates) == pytest.approx(800)  # two threads; calls take as long
+    step = Sample(1e8, 5e7, 1e5, (1e8 + 11 * 5e7 + row_keys * 1e5) / flops + call)
+    assert read_rows(step, rates) == pytest.approx(11)
+    assert read_rows(step._replace(seconds=call), rates) == 0
     slower = [sample._replace(seconds=1.5 * sample.seconds) for sample in samples]
     assert lse_share(samples, slower) == pytest.approx(0.5)
     assert lse_share(slower, samples) == 0  # noise

@@ -70,8 +70,8 @@ def test_seconds_are_the_sum_of_their_terms():
         num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32", num_layers=3, page_size=8
     )
     rates = Rates(
-        gflops=1e-6, pack_rows=5, row_keys=7, call_us=2e6, lse_share=0.5, merge_ns=1e6,
-        gather_gb_per_s=1e-6, latency_us=3e6, message_us=1e6, store_gb_per_s=2e-6,
+        gflops=1e-6, pack_rows=99, read_rows=5, row_keys=7, call_us=2e6, lse_share=0.5,
+        merge_ns=1e6, gather_gb_per_s=1e-6, latency_us=3e6, message_us=1e6, store_gb_per_s=2e-6,
     )  # fmt: skip
     step = predict_decode([32, 16], layer, rates, cp_size=2)
     flops, row = 2 * 2 * 16, 2 * 32 * 4

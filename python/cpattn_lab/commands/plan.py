@@ -139,6 +139,7 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
     "--store-gb-per-s", "4 a thread, up to 40", "GB/s of received keys and values to a pool.", _RATE
 )
 @_of_rank("--exchange-cpu-gb-per-s", "2.5", "GB/s that a CPU sends and receives.", _RATE)
+@_of_rank("--read-rows", "24", "Cost of reading a key in a decode step, in rows of products.")
 @click.option(
     "--json", "json_path", type=OUTPUT, help="Write the prediction of every rank to this file."
 )

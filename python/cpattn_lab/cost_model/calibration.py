@@ -66,16 +66,17 @@ def calibrate(
 
 def num_steps(threads: int) -> int:
     """Return the number of calls of `progress` in `calibrate`."""
-    return _NUM_SHAPES + _NUM_LONG + (_NUM_LONG if threads > 1 else 0) + 2
+    return _NUM_SHAPES + _NUM_LONG + (_NUM_LONG if threads > 1 else 0) + 3
 
 
 def attention_rates(
     layer: AttentionLayer, threads: int, progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, float]:
-    """Return ``gflops`` of all threads, ``pack_rows``, ``row_keys``, ``call_us`` and ``lse_share``.
+    """Return the rates of attention: ``gflops`` of all threads, and costs.
 
-    Costs other than products are measured on one thread: short batches have too few items for many
-    threads, so idle threads would distort them.
+    All threads read the keys of decode steps, as they share the memory. Other costs than products
+    are measured on one thread: short batches have too few items for many threads, so idle threads
+    would distort them.
     """
 
     def timed(
@@ -95,7 +96,18 @@ def attention_rates(
     if threads > 1:
         long = _shapes(layer, _core.measure_peak(layer.dtype, threads))[:_NUM_LONG]
         rates["gflops"] = _gflops(timed(long, threads), rates)
+    sequences, prefix = [1] * 8, sum(shapes[0][0])
+    progress(f"attention, a step of {len(sequences)} behind {prefix}, {threads} threads")
+    step = _sample(layer, sequences, prefix, threads, batch_invariant=False)
+    rates["read_rows"] = read_rows(step, rates)
     return rates
+
+
+def read_rows(step: Sample, rates: dict[str, float]) -> float:
+    """Return the cost of reading a key that explains a decode step, given the other rates."""
+    flops = (step.seconds - 1e-6 * rates["call_us"]) * 1e9 * rates["gflops"]
+    flops -= step.products + rates["row_keys"] * step.rows
+    return max(flops / step.packing, 0.0)
 
 
 def _gflops(samples: list[Sample], rates: dict[str, float]) -> float:
@@ -162,7 +174,13 @@ def _shapes(layer: AttentionLayer, peak: float) -> list[tuple[list[int], int]]:
 
 
 def _sample(
-    layer: AttentionLayer, extends: list[int], prefix: int, threads: int, *, lse: bool = False
+    layer: AttentionLayer,
+    extends: list[int],
+    prefix: int,
+    threads: int,
+    *,
+    lse: bool = False,
+    batch_invariant: bool = True,
 ) -> Sample:
     import torch
 
@@ -197,7 +215,7 @@ def _sample(
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             v_head_dim=v_dim,
-            batch_invariant=True,
+            batch_invariant=batch_invariant,
             num_threads=threads,
         )
         run_attention(plan, q, k, v, scale=0.1, return_lse=lse, **biases)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -261,10 +261,13 @@ def predict_decode(
 
 
 def _attention(pairs: Ints, layer: AttentionLayer, rates: Rates, *, lse: bool = False) -> Seconds:
-    """Return the seconds of each rank, from its keys [ranks, bs] that each sequence sees."""
+    """Return the seconds of each rank, from its keys [ranks, bs] that each sequence sees.
+
+    A step reads its keys in place: `read_rows` has the place of `pack_rows`.
+    """
     keys, group = pairs.sum(1), layer.num_heads // layer.num_kv_heads
     return attention_seconds(
-        rates,
+        replace(rates, pack_rows=rates.read_rows),
         layer,
         pairs=keys,
         rows=(pairs > 0).sum(1),

@@ -51,6 +51,8 @@ class Rates:
     exchange_cpu_gb_per_s : float
         10^9 bytes that a rank sends and receives per second of its CPU time. On hosts without idle
         CPUs attention waits for it.
+    read_rows : float
+        Cost of reading one key and value in a decode step, which packs none, as rows of products.
 
     Raises
     ------
@@ -81,12 +83,13 @@ class Rates:
     message_us: float = 20.0
     store_gb_per_s: float = 4.0
     exchange_cpu_gb_per_s: float = 2.5
+    read_rows: float = 2 * PACKING_ROWS  # of many threads, which share the memory; else 10 to 12
 
     def __post_init__(self) -> None:
         check_integer("Rates", "threads", self.threads)
         for name in ("gflops", "gather_gb_per_s", "store_gb_per_s", "exchange_cpu_gb_per_s"):
             check_number("Rates", name, getattr(self, name))
-        costs = ("pack_rows", "row_keys", "call_us", "lse_share", "merge_ns")
+        costs = ("pack_rows", "read_rows", "row_keys", "call_us", "lse_share", "merge_ns")
         for name in (*costs, "latency_us", "message_us"):
             check_number("Rates", name, getattr(self, name), positive=False)
 
