@@ -7,6 +7,7 @@ the same processes, in passes whose attention does nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -53,17 +54,18 @@ class Forecasts:
             if peer.name in ENGINES:
                 ranks = ENGINES[peer.name]
                 with suppress(Failed):  # whose row says it
-                    rest = sum(
-                        self._rest(peer, rows) * number for rows, number in passes(case, ranks.size)
-                    )
-                    found[peer.name] = rest + self.attention(case, ranks)
+                    found[peer.name] = self._rest(peer, case) + self.attention(case, ranks)
         return found
 
-    def _rest(self, peer: Peer, rows: int) -> float:
-        """Seconds of a pass without attention; measured once."""
-        if (peer.name, rows) not in self.rests:
-            self.rests[peer.name, rows] = peer.ask("rest", rows=rows)["seconds"]
-        return self.rests[peer.name, rows]
+    def _rest(self, peer: Peer, case: Case) -> float:
+        """Seconds without attention; those of a pass over some rows are measured once."""
+        if case.steps:
+            return float(peer.ask("rest_of_step", batch=case.batch)["seconds"])
+        number = passes(case, ENGINES[peer.name].size)
+        for rows in number:
+            if (peer.name, rows) not in self.rests:
+                self.rests[peer.name, rows] = peer.ask("rest", rows=rows)["seconds"]
+        return sum(self.rests[peer.name, rows] * times for rows, times in number.items())
 
     def attention(self, case: Case, ranks: Ranks) -> float:
         """Seconds of attention in all layers, with exchange and store."""
@@ -93,9 +95,6 @@ def chunks(case: Case) -> list[tuple[int, int]]:
     return [(case.cached + begin, min(TOKEN_BUDGET, case.new - begin)) for begin in begins]
 
 
-def passes(case: Case, size: int) -> list[tuple[int, int]]:
-    """Rows of a rank in each kind of pass, and the number of these passes."""
-    if case.steps:  # every rank has all rows
-        return [(case.batch, 1)]
-    lengths = [-(-new // size) for _, new in chunks(case)]
-    return [(rows, lengths.count(rows)) for rows in sorted(set(lengths))]
+def passes(case: Case, size: int) -> Counter[int]:
+    """Number of passes of a prompt, by the rows that a rank has in them."""
+    return Counter(-(-new // size) for _, new in chunks(case))

@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from bench.harness.figures import Row
 from bench.serving.model import VOCABULARY
 from cpattn.integrations import transformers as integration
 from cpattn.integrations.transformers import ContextParallelModel
+from cpattn.integrations.transformers.context_parallel import passes
 from cpattn_lab.processes.hosts import INTERFACE, Hosts, enter
 
 ROOT = Path(__file__).parents[2]
@@ -154,10 +156,24 @@ class Engine:
         ids = torch.tensor(tokens_of(rows, 0))
         model, last = RunningModel(self._model), torch.tensor([rows - 1])
         taken = []
-        for _ in range(4 if rows > 64 else 16):  # the first one sets torch up
+        for _ in range(4):  # the first one sets torch up
             dist.barrier()
             seconds, _ = timed(lambda: model.logits(_Zeros(), ids, torch.arange(rows), last))
             taken.append(seconds)
+        return {"seconds": max(of_all_ranks(median(taken[1:])))}
+
+    def rest_of_step(self, batch: int) -> Row:
+        """Seconds of a decode step without attention, with all that the engine does around it."""
+        requests, _ = self._engine.prefill([[1]] * batch, max_new_tokens=17)
+        taken = []
+        with ExitStack() as stack:
+            for kind in (passes.SharedOut, passes.OnEveryRank, passes.OverShards):
+                stack.enter_context(patch.object(kind, "attend", _zeros))
+            for _ in range(16):  # the first one sets torch up
+                dist.barrier()
+                seconds, _ = timed(lambda: self._engine.decode(dict.fromkeys(requests, 1)))
+                taken.append(seconds)
+        self._engine.free(requests)
         return {"seconds": max(of_all_ranks(median(taken[1:])))}
 
     def serve(self, load: str) -> Row:
@@ -206,6 +222,11 @@ class _Zeros:
         if dist.get_world_size() > 1:
             dist.barrier()
         return torch.zeros_like(q)
+
+
+def _zeros(a_pass: Any, layer: int, q: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Attention of a decode step, without a meeting of ranks, which the model counts."""
+    return torch.zeros_like(q)
 
 
 class Leader:

@@ -31,7 +31,7 @@ class Answering:
 
     def ask(self, do, **arguments):
         self.asked.append((do, arguments))
-        if do == "rest":
+        if do.startswith("rest"):
             return {"seconds": 0.25}
         best = {"7": self.logprob, "9": -3.0}
         answers = [{"tokens": [7], "best": [best]}]
@@ -57,8 +57,7 @@ def test_rows_have_predictions_and_what_two_ranks_take_of_the_time_of_one():
 
 def test_a_prompt_is_predicted_batch_by_batch():
     assert chunks(PROMPT) == [(64, 2048), (2112, 2048), (4160, 904)]
-    assert passes(PROMPT, 2) == [(452, 1), (1024, 2)]
-    assert passes(Case(batch=4, cached=9, steps=8), 2) == [(4, 1)]
+    assert passes(PROMPT, 2) == {452: 1, 1024: 2}
     rates = Rates(gflops=100.0)
     forecasts = Forecasts(layer_of("float32", quick=True), {1: rates, 2: rates})
     found = forecasts.of([Answering(name, 0.0) for name in (ONE, TWO, HOSTS, "sdpa")], PROMPT)
@@ -67,6 +66,10 @@ def test_a_prompt_is_predicted_batch_by_batch():
     assert (found[ONE], found[TWO]) == (0.75 + alone, 0.75 + shared_out)
     assert alone / 2 < shared_out < alone
     assert found[HOSTS] > found[TWO]  # the link takes time
+    step = Case(batch=4, cached=9, steps=8)
+    one, two = (Answering(name, 0.0) for name in (ONE, TWO))
+    assert forecasts.of([one, two], step)[ONE] == 0.25 + forecasts.attention(step, Ranks(1))
+    assert one.asked == two.asked == [("rest_of_step", {"batch": 4})]
 
 
 @pytest.mark.parametrize("title", ["Prefill", "Decode"])

@@ -28,6 +28,8 @@ INDEXED |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 INDEXED |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 SOFTCAPPED = {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
 SOFTCAPPED["tie_word_embeddings"] = False
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN["original_max_position_embeddings"] = 16
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
@@ -46,6 +48,7 @@ INDEXED_CONFIGS = {
 }
 #: Further models that run over ranks, in these sizes.
 MORE_CONFIGS = {
+    "llama of scaled positions": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
