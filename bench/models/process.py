@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,18 +82,13 @@ class Alone:
         return {"seconds": seconds, "answers": answers_of(logits), "kept": [kept]}
 
     def decode(self, batch: int, cached: int, steps: int, seed: int) -> Row:
-        """Mean seconds of a step of a batch of sequences."""
+        """Median seconds of a step of a batch of sequences."""
         cache = self._behind(batch, cached)
         ids = torch.tensor([tokens_of(batch, seed + step) for step in range(steps)])
 
-        def run() -> torch.Tensor:
-            for step in ids:
-                logits = self._run(step[:, None], cache)
-            return logits
-
-        seconds, logits = timed(run)
+        taken = [timed(partial(self._run, step[:, None], cache)) for step in ids]
         cache.crop(-steps)
-        return {"seconds": seconds / steps, "answers": answers_of(logits), "kept": []}
+        return step_of(taken)
 
     def _behind(self, batch: int, cached: int) -> Any:
         """Return the cache of some tokens of each sequence, computed once."""
@@ -135,19 +131,15 @@ class Engine:
         return {"seconds": seconds, "answers": answers_of(logits), "kept": kept}
 
     def decode(self, batch: int, cached: int, steps: int, seed: int) -> Row:
-        """Mean seconds of a step of a batch of requests."""
+        """Median seconds of a step of a batch of requests."""
         prompts = [tokens_of(cached, PREFIX + i) for i in range(batch)]
         requests, _ = self._engine.prefill(prompts, max_new_tokens=steps)
         ids = [tokens_of(batch, seed + step) for step in range(steps)]
 
-        def run() -> torch.Tensor:
-            for step in ids:
-                logits = self._engine.decode(dict(zip(requests, step, strict=True)))
-            return logits
-
-        seconds, logits = timed(run)
+        tokens = [dict(zip(requests, step, strict=True)) for step in ids]
+        taken = [timed(partial(self._engine.decode, step)) for step in tokens]
         self._engine.free(requests)
-        return {"seconds": seconds / steps, "answers": answers_of(logits), "kept": []}
+        return step_of(taken)
 
     def rest(self, rows: int) -> Row:
         """Seconds of a pass without attention over some rows, on the slowest rank."""
@@ -273,6 +265,12 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = run()
     return time.perf_counter() - begin, result
+
+
+def step_of(taken: Sequence[tuple[float, torch.Tensor]]) -> Row:
+    """Answer with the median of decode steps, of which the first may set torch up, and the last."""
+    seconds = median(seconds for seconds, _ in taken)
+    return {"seconds": seconds, "answers": answers_of(taken[-1][1]), "kept": []}
 
 
 def of_all_ranks(value: Any) -> list[Any]:
