@@ -97,12 +97,8 @@ def asked(calls: Calls, outcome: Callable[[], Outcome]) -> Outcome:
     return Outcome("own") if result.word == "yes" and calls.count == before else result
 
 
-def try_batches(family: Family, calls: Calls) -> Outcome:
+def try_batches(family: Family, calls: Calls, expected: torch.Tensor) -> Outcome:
     """Try continuous batching by cpattn; "-" if transformers' own fails as well."""
-    try:
-        expected = quietly(family.one_by_one)
-    except Exception as error:
-        return Outcome("-", first_line(error))
 
     def paged() -> torch.Tensor:
         with integration.use_paged(family.model):
@@ -116,12 +112,8 @@ def try_batches(family: Family, calls: Calls) -> Outcome:
     return outcome if own.word == "yes" else Outcome("-", f"eager: {own.word} {own.reason}")
 
 
-def try_ranks(family: Family, model_type: str) -> Outcome:
-    """Try `ContextParallelModel` on two ranks; "-" if eager attention generates nothing."""
-    try:
-        expected = quietly(family.one_by_one)
-    except Exception as error:
-        return Outcome("-", first_line(error))
+def try_ranks(model_type: str, expected: torch.Tensor) -> Outcome:
+    """Try `ContextParallelModel` on two ranks."""
 
     def computed() -> torch.Tensor:
         with tempfile.TemporaryDirectory() as folder:
@@ -154,8 +146,12 @@ def _outcomes(model_type: str, calls: Calls) -> dict[str, Outcome] | str:
     except Exception as error:
         return first_line(error)
     outcomes = {part: try_part(family, part, calls) for part in PARTS}
-    outcomes[BATCHES] = try_batches(family, calls)
-    return outcomes | {RANKS: try_ranks(family, model_type)}
+    try:
+        expected = quietly(family.one_by_one)
+    except Exception as error:
+        return outcomes | dict.fromkeys((BATCHES, RANKS), Outcome("-", first_line(error)))
+    outcomes[BATCHES] = try_batches(family, calls, expected)
+    return outcomes | {RANKS: try_ranks(model_type, expected)}
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "how_to" / "transformers_models.md"

@@ -49,12 +49,6 @@ def serve(owner: Any, answer: Callable[[Mapping[str, Any]], None]) -> None:
             answer({"error": f"{type(error).__name__}: {error}"})
 
 
-def resident_bytes() -> int:
-    """Bytes of memory that this process has now."""
-    LIBC.malloc_trim(0)
-    return _memory("VmRSS")
-
-
 def extra_memory(run: Callable[[], Any]) -> tuple[int, Any]:
     """The peak of memory that a call adds, in bytes, and its result."""
     LIBC.malloc_trim(0)

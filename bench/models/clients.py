@@ -20,7 +20,7 @@ from bench.serving.load import Load
 
 @dataclass
 class Answered:
-    """What the clients of a load got: times in seconds, and tokens of each request."""
+    """Times of a load in seconds, and the tokens of each request."""
 
     wall: float
     first: list[float]

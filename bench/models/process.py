@@ -135,7 +135,6 @@ class Engine:
         prompts = [tokens_of(cached, PREFIX + i) for i in range(batch)]
         requests, _ = self._engine.prefill(prompts, max_new_tokens=steps)
         ids = [tokens_of(batch, seed + step) for step in range(steps)]
-
         tokens = [dict(zip(requests, step, strict=True)) for step in ids]
         taken = [timed(partial(self._engine.decode, step)) for step in tokens]
         self._engine.free(requests)
@@ -147,26 +146,17 @@ class Engine:
 
         ids = torch.tensor(tokens_of(rows, 0))
         model, last = RunningModel(self._model), torch.tensor([rows - 1])
-        taken = []
-        for _ in range(4):  # the first one sets torch up
-            dist.barrier()
-            seconds, _ = timed(lambda: model.logits(_Zeros(), ids, torch.arange(rows), last))
-            taken.append(seconds)
-        return {"seconds": max(of_all_ranks(median(taken[1:])))}
+        return slowest(lambda: model.logits(_Zeros(), ids, torch.arange(rows), last), 3)
 
     def rest_of_step(self, batch: int) -> Row:
         """Seconds of a decode step without attention, with all that the engine does around it."""
         requests, _ = self._engine.prefill([[1]] * batch, max_new_tokens=17)
-        taken = []
         with ExitStack() as stack:
             for kind in (passes.SharedOut, passes.OnEveryRank, passes.OverShards):
                 stack.enter_context(patch.object(kind, "attend", _zeros))
-            for _ in range(16):  # the first one sets torch up
-                dist.barrier()
-                seconds, _ = timed(lambda: self._engine.decode(dict.fromkeys(requests, 1)))
-                taken.append(seconds)
+            rest = slowest(lambda: self._engine.decode(dict.fromkeys(requests, 1)), 15)
         self._engine.free(requests)
-        return {"seconds": max(of_all_ranks(median(taken[1:])))}
+        return rest
 
     def serve(self, load: str) -> Row:
         """Serve a load by the server of examples/; return what its clients measured."""
@@ -265,6 +255,15 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = run()
     return time.perf_counter() - begin, result
+
+
+def slowest(run: Callable[[], Any], times: int) -> Row:
+    """Return the median seconds of a call that all ranks begin together, on the slowest rank."""
+    taken = []
+    for _ in range(1 + times):  # the first one sets torch up
+        dist.barrier()
+        taken.append(timed(run)[0])
+    return {"seconds": max(of_all_ranks(median(taken[1:])))}
 
 
 def step_of(taken: Sequence[tuple[float, torch.Tensor]]) -> Row:
